@@ -1,0 +1,323 @@
+# Direct convolution: forward, input gradient, weight gradient.
+#
+# a. Forward and input gradient are one loop nest (`ConvPass`): the input gradient is a convolution of dy with the
+#    transposed, flipped filters, one per residue of the stride (Das et al. 2016 share the nest between passes in the
+#    same way). For every output row and column an `Axis` says which filter taps meet real pixels.
+# b. Nothing is padded in memory and no tap that falls in the padding is computed: a column tile carries its
+#    `Segment`s, runs of filter taps that meet the same pixels lo..hi of the tile. Within a segment taps and input
+#    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter: 3 calls of
+#    3*b multiply-add steps per channel block).
+# c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`): images
+#    smaller than a tile, such as 2x2, then fill the registers all the same and skip their padding exactly.
+# d. A job is (image or tile of images, pair of output channel blocks, band of rows). It runs over `c_blocks` input
+#    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
+# e. Weight gradient: a register tile of 2 vectors of k times TILE positions of the flattened (filter column, input
+#    channel) run, which is contiguous in x and in dweight alike. Rows are taken in bands that stay in L1. A job owns
+#    a block of dweight; where there are fewer blocks than parallel work needs, `copies` private ones are added up in
+#    a fixed order.
+
+cdef struct Axis:
+    Py_ssize_t count       # outputs
+    Py_ssize_t out0        # position of the first one in y
+    Py_ssize_t out_step    # distance in y
+    Py_ssize_t taps        # filter taps
+    Py_ssize_t w0          # index of the first tap in the filter
+    Py_ssize_t w_step      # distance in the filter
+    Py_ssize_t in_step     # advance of the input position per output
+    Py_ssize_t in0         # input position of output 0, tap 0; may be negative: padding
+    Py_ssize_t in_size     # input positions
+
+
+cdef struct Segment:
+    int tap                # first filter tap
+    int taps               # number of taps
+    int lo, hi             # pixels of the tile that they meet
+
+
+cdef struct ColumnTile:
+    Py_ssize_t first       # output column of pixel 0
+    int width              # pixels; in across_images mode set by the tile of images
+    int segments           # number of segments; they begin at tap slot `tile index * taps`
+
+
+cdef struct ConvPass:
+    const float* x
+    const float* w
+    const float* bias
+    float* y
+    Py_ssize_t images, in_blocks, out_blocks, lanes          # lanes of an input channel block
+    Py_ssize_t x_image, x_block, x_row                       # distances [float]
+    Py_ssize_t y_image, y_block, y_row
+    Py_ssize_t w_out, w_in, w_row                            # filter distances [float]
+    Axis rows, cols
+    bint relu, across_images
+    Py_ssize_t c_blocks
+    ColumnTile* tiles
+    Segment* segments
+    int n_tiles
+
+
+cdef inline Py_ssize_t first_tap(Axis* axis, Py_ssize_t out) noexcept nogil:
+    """First filter tap of output `out` that meets the input."""
+    cdef Py_ssize_t start = out * axis.in_step + axis.in0
+    return -start if start < 0 else 0
+
+
+cdef inline Py_ssize_t last_tap(Axis* axis, Py_ssize_t out) noexcept nogil:
+    """One past the last filter tap of output `out` that meets the input; may be below first_tap: none does."""
+    cdef Py_ssize_t room = axis.in_size - (out * axis.in_step + axis.in0)
+    return room if room < axis.taps else axis.taps
+
+
+cdef void plan_columns(ConvPass* c) noexcept nogil:
+    """Cut the output columns in tiles and find the segments of each (decisions b and c)."""
+    cdef Axis* cols = &c.cols
+    cdef Segment* seg
+    cdef int t, p, lo, hi, width
+    cdef Py_ssize_t tap, first
+    for t in range(c.n_tiles):
+        first = t if c.across_images else tile_start(cols.count, c.n_tiles, t)
+        width = 1 if c.across_images else <int>(tile_start(cols.count, c.n_tiles, t + 1) - first)
+        c.tiles[t].first = first
+        c.tiles[t].width = width
+        c.tiles[t].segments = 0
+        for tap in range(cols.taps):
+            lo = width
+            hi = 0
+            for p in range(width):
+                if first_tap(cols, first + p) <= tap and tap < last_tap(cols, first + p):
+                    lo = min(lo, p)
+                    hi = p + 1
+            if lo >= hi:
+                continue
+            seg = c.segments + t * cols.taps + c.tiles[t].segments
+            if c.tiles[t].segments > 0 and cols.w_step == 1 and (seg - 1).lo == lo and (seg - 1).hi == hi \
+                    and (seg - 1).tap + (seg - 1).taps == tap:
+                (seg - 1).taps += 1
+            else:
+                seg.tap = <int>tap
+                seg.taps = 1
+                seg.lo = lo
+                seg.hi = hi
+                c.tiles[t].segments += 1
+
+
+cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t n, int width,
+                           Py_ssize_t row, int t, bint two) noexcept nogil:
+    """One register tile: `width` pixels of output row `row`, channel blocks k and k + 1, inputs cb0..cb1."""
+    cdef vec a0[TILE]
+    cdef vec a1[TILE]
+    cdef ColumnTile* tile = c.tiles + t
+    cdef Segment* segments = c.segments + t * c.cols.taps
+    cdef Segment* seg
+    cdef Py_ssize_t xp = c.x_image if c.across_images else c.cols.in_step * c.lanes
+    cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
+    cdef Py_ssize_t tap_size = c.lanes * b
+    cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
+    cdef Py_ssize_t cb, r
+    cdef int g, hi
+    cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
+        + (c.cols.out0 + tile.first * c.cols.out_step) * b
+    cdef const float* x = c.x + n * c.x_image + (row * c.rows.in_step + c.rows.in0) * c.x_row \
+        + (tile.first * c.cols.in_step + c.cols.in0) * c.lanes
+    cdef const float* w = c.w + k * c.w_out + c.rows.w0 * c.w_row + c.cols.w0 * tap_size
+    cdef const float* xr
+    cdef const float* wr
+    if cb0 == 0:
+        tile_fill(a0, a1, NULL if c.bias == NULL else c.bias + k * b, two)
+    else:
+        tile_load(a0, a1, width, y, yp, c.y_block, two)
+    for cb in range(cb0, cb1):
+        for r in range(r0, r1):
+            xr = x + cb * c.x_block + r * c.x_row
+            wr = w + cb * c.w_in + r * c.rows.w_step * c.w_row
+            for g in range(tile.segments):
+                seg = segments + g
+                hi = width if c.across_images else seg.hi
+                run(seg.lo, hi, a0, a1, xr + seg.tap * c.lanes, xp, 1, wr + seg.tap * c.cols.w_step * tap_size, b,
+                    c.w_out, seg.taps * c.lanes, two)
+    tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
+
+
+cdef void conv_tile_two(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t n, int width,
+                        Py_ssize_t row, int t) noexcept nogil:
+    conv_tile(c, cb0, cb1, k, n, width, row, t, True)
+
+
+cdef void conv_tile_one(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t n, int width,
+                        Py_ssize_t row, int t) noexcept nogil:
+    conv_tile(c, cb0, cb1, k, n, width, row, t, False)
+
+
+cdef void conv_job(ConvPass* c, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0, Py_ssize_t row1) noexcept nogil:
+    """Output channel blocks k, k + 1 of rows row0..row1 of image n (or of `width` images from n on)."""
+    cdef Py_ssize_t cb0, cb1, row
+    cdef int t
+    cdef bint two = k + 1 < c.out_blocks
+    cb0 = 0
+    while cb0 < c.in_blocks:
+        cb1 = min(cb0 + c.c_blocks, c.in_blocks)
+        for row in range(row0, row1):
+            for t in range(c.n_tiles):
+                if two:
+                    conv_tile_two(c, cb0, cb1, k, n, width if c.across_images else c.tiles[t].width, row, t)
+                else:
+                    conv_tile_one(c, cb0, cb1, k, n, width if c.across_images else c.tiles[t].width, row, t)
+        cb0 = cb1
+
+
+cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
+    """All jobs of a pass. Bands of rows only add parallelism: they do not change any sum."""
+    cdef int image_tiles = tiles_of(c.images) if c.across_images else <int>c.images
+    cdef Py_ssize_t pairs = (c.out_blocks + 1) // 2
+    cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * pairs - 1) // (image_tiles * pairs), 1),
+                                c.rows.count)
+    cdef Py_ssize_t job, jobs = image_tiles * pairs * bands
+    cdef Py_ssize_t image, band, pair, n
+    c.n_tiles = <int>c.cols.count if c.across_images else tiles_of(c.cols.count)
+    c.tiles = <ColumnTile*>malloc(c.n_tiles * sizeof(ColumnTile))
+    c.segments = <Segment*>malloc(c.n_tiles * c.cols.taps * sizeof(Segment) + 1)
+    if c.tiles == NULL or c.segments == NULL:
+        free(c.tiles)
+        free(c.segments)
+        with gil:
+            raise MemoryError("conv2d: no memory for the table of column tiles")
+    plan_columns(c)
+    for job in prange(jobs, num_threads=num_threads, schedule="static"):
+        image = job // (pairs * bands)
+        pair = job // bands % pairs
+        band = job % bands
+        n = tile_start(c.images, image_tiles, <int>image) if c.across_images else image
+        conv_job(c, n, <int>(tile_start(c.images, image_tiles, <int>image + 1) - n) if c.across_images else 1,
+                 2 * pair, c.rows.count * band // bands, c.rows.count * (band + 1) // bands)
+    free(c.tiles)
+    free(c.segments)
+    return 0
+
+
+cdef inline Axis forward_axis(Py_ssize_t outputs, Py_ssize_t taps, Py_ssize_t stride, Py_ssize_t padding,
+                              Py_ssize_t inputs) noexcept nogil:
+    return Axis(count=outputs, out0=0, out_step=1, taps=taps, w0=0, w_step=1, in_step=stride, in0=-padding,
+                in_size=inputs)
+
+
+cdef inline Axis input_grad_axis(Py_ssize_t residue, Py_ssize_t inputs, Py_ssize_t taps, Py_ssize_t stride,
+                                 Py_ssize_t padding, Py_ssize_t outputs) noexcept nogil:
+    """Positions i of dx with (i + padding) % stride == residue: taps residue, residue + stride, ... reach them.
+
+    dx[i] = sum over j of dy[(i + padding - residue) / stride - j] * w[residue + j * stride]; in the flipped filter
+    the taps are walked backwards so that positions in dy and in the filter both rise.
+    """
+    cdef Py_ssize_t reach = (taps - residue + stride - 1) // stride if residue < taps else 0
+    cdef Py_ssize_t first = (residue - padding % stride + stride) % stride
+    cdef Py_ssize_t count = (inputs - first + stride - 1) // stride if first < inputs else 0
+    return Axis(count=count, out0=first, out_step=stride, taps=reach,
+                w0=taps - 1 - residue - stride * (reach - 1), w_step=stride,
+                in_step=1, in0=(first + padding - residue) // stride - (reach - 1), in_size=outputs)
+
+
+def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W, b), or (N, 1, H, W, C) with C <= 4
+                   const float[:, :, :, :, :, ::1] weight,   # IN   (KB, CB, R, S, b or C, b)
+                   bias,                                     # IN   (KB * b) or None
+                   float[:, :, :, :, ::1] y,                 # OUT  (N, KB, P, Q, b)
+                   tuple stride, tuple padding, bint relu=False, blocking=None, int num_threads=1):
+    """y = relu?(conv2d(x, weight) + bias), direct convolution.
+
+    Parameters
+    ----------
+    stride, padding : (int, int)
+        Rows, columns.
+    relu : bool
+        Whether max(., 0) is applied before y is stored.
+    blocking : (int, bool), optional
+        Input channel blocks per pass over the pixels, and whether a tile runs across images; `pcldnn.blocking`
+        solves for both. Default: all blocks, along rows.
+    """
+    cdef ConvPass c
+    cdef Py_ssize_t N = x.shape[0], R = weight.shape[2], S = weight.shape[3]
+    cdef const float[::1] bias_view
+    check("weight", weight, (y.shape[1], x.shape[1], R, S, x.shape[4], b))
+    check("y", y, (N, y.shape[1], (x.shape[2] + 2 * padding[0] - R) // stride[0] + 1,
+                   (x.shape[3] + 2 * padding[1] - S) // stride[1] + 1, b))
+    if N == 0 or y.shape[1] == 0:
+        return
+    c.bias = NULL
+    if bias is not None:
+        bias_view = bias
+        check("bias", bias_view, (y.shape[1] * b,))
+        c.bias = &bias_view[0]
+    c.rows = forward_axis(y.shape[2], R, stride[0], padding[0], x.shape[2])
+    c.cols = forward_axis(y.shape[3], S, stride[1], padding[1], x.shape[3])
+    conv_arrays(&c, &x[0, 0, 0, 0, 0], x.shape, &weight[0, 0, 0, 0, 0, 0], weight.shape, &y[0, 0, 0, 0, 0], y.shape)
+    c.relu = relu
+    c.c_blocks, c.across_images = (x.shape[1], False) if blocking is None else blocking
+    with nogil:
+        conv_pass(&c, num_threads)
+
+
+cdef void conv_arrays(ConvPass* c, const float* x, const Py_ssize_t* xs, const float* w, const Py_ssize_t* ws,
+                      float* y, const Py_ssize_t* ys) noexcept:
+    """Pointers, extents and distances of a pass from the shapes of its arrays."""
+    c.x, c.w, c.y = x, w, y
+    c.images, c.in_blocks, c.out_blocks, c.lanes = xs[0], xs[1], ys[1], xs[4]
+    c.x_row = xs[3] * xs[4]
+    c.x_block = xs[2] * c.x_row
+    c.x_image = xs[1] * c.x_block
+    c.y_row = ys[3] * b
+    c.y_block = ys[2] * c.y_row
+    c.y_image = ys[1] * c.y_block
+    c.w_row = ws[3] * ws[4] * b
+    c.w_in = ws[2] * c.w_row
+    c.w_out = ws[1] * c.w_in
+
+
+def conv2d_transpose_filter(const float[:, :, :, :, :, ::1] weight,   # IN   (KB, CB, R, S, b, b)
+                            float[:, :, :, :, :, ::1] weight_t,       # OUT  (CB, KB, R, S, b, b)
+                            int num_threads=1):
+    """weight_t[c, k, R-1-r, S-1-s, ki, ci] = weight[k, c, r, s, ci, ki]: the filter of the input gradient."""
+    cdef Py_ssize_t KB = weight.shape[0], CB = weight.shape[1], taps = weight.shape[2] * weight.shape[3]
+    cdef Py_ssize_t job, k, c, t
+    cdef const float* w
+    cdef float* wt
+    check("weight", weight, (KB, CB, weight.shape[2], weight.shape[3], b, b))
+    check("weight_t", weight_t, (CB, KB, weight.shape[2], weight.shape[3], b, b))
+    if KB * CB == 0:
+        return
+    w = &weight[0, 0, 0, 0, 0, 0]
+    wt = &weight_t[0, 0, 0, 0, 0, 0]
+    for job in prange(KB * CB, nogil=True, num_threads=num_threads, schedule="static"):
+        c = job // KB
+        k = job % KB
+        for t in range(taps):
+            transpose(w + ((k * CB + c) * taps + t) * b * b, b, wt + (job * taps + taps - 1 - t) * b * b)
+
+
+def conv2d_input_grad(const float[:, :, :, :, ::1] dy,               # IN   (N, KB, P, Q, b)
+                      const float[:, :, :, :, :, ::1] weight_t,      # IN   (CB, KB, R, S, b, b), conv2d_transpose_filter
+                      float[:, :, :, :, ::1] dx,                     # OUT  (N, CB, H, W, b)
+                      tuple stride, tuple padding, blocking=None, int num_threads=1):
+    """dx: gradient of conv2d_forward with respect to x. Pixels that no filter tap meets become exactly 0.
+
+    `blocking` as in `conv2d_forward`, with the blocks of K in the place of those of C.
+    """
+    cdef ConvPass c
+    cdef Py_ssize_t N = dy.shape[0], R = weight_t.shape[2], S = weight_t.shape[3]
+    cdef Py_ssize_t i, j, rows = stride[0], cols = stride[1]
+    check("weight_t", weight_t, (dx.shape[1], dy.shape[1], R, S, b, b))
+    check("dx", dx, (N, dx.shape[1], dx.shape[2], dx.shape[3], b))
+    check("dy", dy, (N, dy.shape[1], (dx.shape[2] + 2 * padding[0] - R) // rows + 1,
+                     (dx.shape[3] + 2 * padding[1] - S) // cols + 1, b))
+    if N == 0 or dx.shape[1] == 0:
+        return
+    conv_arrays(&c, &dy[0, 0, 0, 0, 0], dy.shape, &weight_t[0, 0, 0, 0, 0, 0], weight_t.shape, &dx[0, 0, 0, 0, 0],
+                dx.shape)
+    c.bias = NULL
+    c.relu = False
+    c.c_blocks, c.across_images = (dy.shape[1], False) if blocking is None else blocking
+    for i in range(rows):
+        for j in range(cols):
+            c.rows = input_grad_axis(i, dx.shape[2], R, rows, padding[0], dy.shape[2])
+            c.cols = input_grad_axis(j, dx.shape[3], S, cols, padding[1], dy.shape[3])
+            if c.rows.count > 0 and c.cols.count > 0:
+                with nogil:
+                    conv_pass(&c, num_threads)

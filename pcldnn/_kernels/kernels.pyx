@@ -1,0 +1,48 @@
+# cython: language_level=3, cdivision=True, wraparound=False, initializedcheck=False
+"""The compile unit of the kernels: built once for every instruction set of isa.py, from this one source.
+
+Each included file holds one operation in all its passes and begins with its design decisions. What they share:
+
+a. Python validates, kernels compute. A ``def`` checks shapes and raises; the work is in ``noexcept nogil`` functions
+   on pointers. A sliced memoryview handed to a ``::1`` parameter of a ``cdef`` function is not checked, hence pointers.
+b. A job is the unit of ``prange``. Jobs write disjoint memory and sum in an order that depends on shapes and
+   blocking, never on the number of threads: results are bit-identical for any ``num_threads``.
+c. Accumulators are C arrays of `vec` with constant indices, so that the compiler keeps them in registers; functions
+   that take such arrays are always inlined (setup.py defines CYTHON_INLINE).
+d. Shape letters: N images of this rank, C in channels, K out channels, CB, KB their channel blocks, H W input,
+   P Q output, R S filter, b SIMD width, F features of a vector.
+"""
+
+from cython.parallel cimport prange
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+cdef extern from "simd.h" nogil:
+    const int b "PCL_WIDTH"
+    const int TILE "PCL_TILE"
+    ctypedef float vec
+    ctypedef int ivec
+    vec load "vec_load"(const float* p)
+    void store "vec_store"(float* p, vec a)
+    vec zero "vec_zero"()
+    vec broadcast "vec_set"(float s)
+    vec select "vec_select"(ivec mask, vec a, vec b)
+    vec vrelu "vec_relu"(vec a)
+    void transpose "vec_transpose"(const float* src, Py_ssize_t stride, float* dst)
+
+SIMD_WIDTH = b
+TARGET = __name__.rpartition("_")[2]
+
+
+cdef int check(str name, array, tuple wanted) except -1:
+    """Refuse an array whose shape is not the one wanted."""
+    got = tuple([array.shape[i] for i in range(array.ndim)])
+    if got != wanted:
+        raise ValueError(f"{name}: got shape {got}, wanted {wanted}")
+    return 0
+
+
+include "tile.pxi"
+include "peak.pxi"
+include "conv.pxi"
+include "linear.pxi"

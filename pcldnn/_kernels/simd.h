@@ -1,0 +1,91 @@
+/* The vector type, and the few things about it that Cython cannot say.
+ *
+ * `vec` holds PCL_WIDTH floats through the compiler's vector extension: + - * are elementwise, a scalar operand is
+ * broadcast, and `acc + w * s` contracts to one fused multiply-add (-ffp-contract=fast). Loads and stores need only
+ * the alignment of a float. Comparisons give `ivec` masks of 0 and -1.
+ */
+#ifndef PCL_SIMD_H
+#define PCL_SIMD_H
+
+#ifndef PCL_WIDTH
+#error "PCL_WIDTH (lanes of a vector) must be defined: setup.py takes it from isa.py"
+#endif
+
+typedef float vec __attribute__((vector_size(4 * PCL_WIDTH), aligned(4), may_alias));
+typedef int ivec __attribute__((vector_size(4 * PCL_WIDTH), aligned(4), may_alias));
+
+#define PCL_INLINE static inline __attribute__((always_inline, unused))
+
+PCL_INLINE vec vec_load(const float *p) { return *(const vec *)p; }
+PCL_INLINE void vec_store(float *p, vec a) { *(vec *)p = a; }
+PCL_INLINE vec vec_zero(void) { return (vec){0}; }
+PCL_INLINE vec vec_set(float s) { return s - (vec){0}; } /* s - 0 keeps the sign of -0, s + 0 would not */
+
+/* where mask, a, else b */
+PCL_INLINE vec vec_select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
+/* max(a, 0) that lets NaN through: a diverged network must stay visible. */
+PCL_INLINE vec vec_relu(vec a) { return (vec)((ivec)a & ~(a <= vec_zero())); }
+
+/* The PCL_WIDTH x PCL_WIDTH transpose: PCL_WIDTH vectors at src, `stride` floats apart, to contiguous rows at dst.
+ * log2(width) rounds of interleaving vector i with vector i + width/2. */
+PCL_INLINE void vec_transpose(const float *src, long stride, float *dst) {
+    vec a[PCL_WIDTH], t[PCL_WIDTH];
+    ivec low, high;
+#pragma GCC unroll 16
+    for (int i = 0; i < PCL_WIDTH; i++) {
+        a[i] = vec_load(src + i * stride);
+        low[i] = i / 2 + (i % 2) * PCL_WIDTH;
+        high[i] = low[i] + PCL_WIDTH / 2;
+    }
+#pragma GCC unroll 4
+    for (int n = 1; n < PCL_WIDTH; n *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < PCL_WIDTH / 2; i++) {
+            t[2 * i] = __builtin_shuffle(a[i], a[i + PCL_WIDTH / 2], low);
+            t[2 * i + 1] = __builtin_shuffle(a[i], a[i + PCL_WIDTH / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < PCL_WIDTH; i++) a[i] = t[i];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < PCL_WIDTH; i++) vec_store(dst + i * PCL_WIDTH, a[i]);
+}
+
+/* PCL_RANGES(f, lo, hi, ...) calls f(lo, hi, ...) with lo and hi as compile-time constants, 0 <= lo < hi <= PCL_TILE,
+ * so that the always-inlined f keeps its accumulators in registers whatever part of the tile takes part. With tiles
+ * of 14 a range that begins beyond 3, which takes padding of 4 and more, runs pixel by pixel to bound the code size. */
+#define PCL_CASE(f, lo, hi, ...) case ((lo) * 32 + (hi)): f(lo, hi, __VA_ARGS__); break;
+#define PCL_TO_6(f, lo, ...) \
+    PCL_CASE(f, lo, 1, __VA_ARGS__) PCL_CASE(f, lo, 2, __VA_ARGS__) PCL_CASE(f, lo, 3, __VA_ARGS__) \
+    PCL_CASE(f, lo, 4, __VA_ARGS__) PCL_CASE(f, lo, 5, __VA_ARGS__) PCL_CASE(f, lo, 6, __VA_ARGS__)
+#define PCL_TO_14(f, lo, ...) \
+    PCL_TO_6(f, lo, __VA_ARGS__) \
+    PCL_CASE(f, lo, 7, __VA_ARGS__) PCL_CASE(f, lo, 8, __VA_ARGS__) PCL_CASE(f, lo, 9, __VA_ARGS__) \
+    PCL_CASE(f, lo, 10, __VA_ARGS__) PCL_CASE(f, lo, 11, __VA_ARGS__) PCL_CASE(f, lo, 12, __VA_ARGS__) \
+    PCL_CASE(f, lo, 13, __VA_ARGS__) PCL_CASE(f, lo, 14, __VA_ARGS__)
+#if PCL_TILE == 6
+#define PCL_RANGES(f, lo, hi, ...) \
+    switch ((lo) * 32 + (hi)) { \
+        PCL_TO_6(f, 0, __VA_ARGS__) PCL_TO_6(f, 1, __VA_ARGS__) PCL_TO_6(f, 2, __VA_ARGS__) \
+        PCL_TO_6(f, 3, __VA_ARGS__) PCL_TO_6(f, 4, __VA_ARGS__) PCL_TO_6(f, 5, __VA_ARGS__) \
+    }
+#elif PCL_TILE == 14
+#define PCL_RANGES(f, lo, hi, ...) \
+    switch ((lo) * 32 + (hi)) { \
+        PCL_TO_14(f, 0, __VA_ARGS__) PCL_TO_14(f, 1, __VA_ARGS__) \
+        PCL_TO_14(f, 2, __VA_ARGS__) PCL_TO_14(f, 3, __VA_ARGS__) \
+    default: \
+        for (int pcl_p = (lo); pcl_p < (hi); pcl_p++) switch (pcl_p) { \
+            PCL_PIXEL(f, 4, __VA_ARGS__) PCL_PIXEL(f, 5, __VA_ARGS__) PCL_PIXEL(f, 6, __VA_ARGS__) \
+            PCL_PIXEL(f, 7, __VA_ARGS__) PCL_PIXEL(f, 8, __VA_ARGS__) PCL_PIXEL(f, 9, __VA_ARGS__) \
+            PCL_PIXEL(f, 10, __VA_ARGS__) PCL_PIXEL(f, 11, __VA_ARGS__) PCL_PIXEL(f, 12, __VA_ARGS__) \
+            PCL_PIXEL(f, 13, __VA_ARGS__) \
+        } \
+    }
+#define PCL_PIXEL(f, p, ...) case (p): f(p, (p) + 1, __VA_ARGS__); break;
+#else
+#error "no table of ranges for this register tile: add one to simd.h"
+#endif
+
+#endif

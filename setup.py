@@ -1,0 +1,121 @@
+"""Builds one extension module per ISA from the one source pcldnn/_kernels/kernels.pyx, and cpu.pyx once.
+
+Environment: PCLDNN_DEBUG=1 builds with bounds checks and without optimisation; PCLDNN_BUILD_ISAS=sse2,avx2 builds
+only these (default: all that the machine's compiler can build).
+"""
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+KERNELS = Path("pcldnn/_kernels")
+DEBUG = os.environ.get("PCLDNN_DEBUG", "0") not in ("", "0")
+
+spec = importlib.util.spec_from_file_location("pcldnn_isa", KERNELS / "isa.py")
+isa_table = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = isa_table
+spec.loader.exec_module(isa_table)
+
+OPENMP_PROBE = """
+#include <omp.h>
+#include <stdio.h>
+int main(void) {
+    int n = 0;
+#pragma omp parallel reduction(+ : n) num_threads(2)
+    n += 1;
+    printf("%d", omp_get_max_threads());
+    return n < 1;
+}
+"""
+
+OPENMP_REMEDY = """
+pcldnn needs a C compiler with OpenMP; this one failed to build or run a small OpenMP program:
+    command: {command}
+    output:  {output}
+Remedy: install gcc (Debian/Ubuntu: apt-get install gcc; conda: conda install gcc_linux-64), or, for clang, its OpenMP
+runtime (Debian/Ubuntu: libomp-dev), or choose another compiler: CC=gcc pip install .
+"""
+
+
+def optimisation_flags():
+    """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted."""
+    if DEBUG:
+        return ["-O1", "-g", "-ffp-contract=fast"]
+    return ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+
+
+def isas_to_build():
+    """The ISAs of this machine, or those that PCLDNN_BUILD_ISAS names."""
+    rows = isa_table.compiled_for(platform.machine())
+    if not rows:
+        known = sorted({name for row in isa_table.ISAS for name in row.machines})
+        raise SystemExit(f"pcldnn has no kernels for machine {platform.machine()!r}; it has for {', '.join(known)}")
+    wanted = os.environ.get("PCLDNN_BUILD_ISAS")
+    if not wanted:
+        return rows
+    names = wanted.split(",")
+    unknown = set(names) - {row.name for row in rows}
+    if unknown:
+        raise SystemExit(f"PCLDNN_BUILD_ISAS names {sorted(unknown)}; this machine has {[row.name for row in rows]}")
+    return [row for row in rows if row.name in names]
+
+
+def extensions():
+    """Every extension module, cythonized. Each ISA has its own build_dir, or they would share one C file."""
+    directives = {"boundscheck": DEBUG, "embedsignature": True}
+    sources = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + [KERNELS / "simd.h"]]
+    built = cythonize(
+        [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2", "-fopenmp"],
+                   extra_link_args=["-fopenmp"])],
+        build_dir="build/cython/cpu", compiler_directives=directives)
+    for row in isas_to_build():
+        extension = Extension(
+            f"pcldnn._kernels.kernels_{row.name}",
+            [str(KERNELS / "kernels.pyx")],
+            include_dirs=[str(KERNELS)],
+            define_macros=[("PCL_WIDTH", str(row.width)), ("PCL_TILE", str(row.tile_pixels)),
+                           ("CYTHON_INLINE", "inline __attribute__((always_inline, unused))")],
+            extra_compile_args=[*optimisation_flags(), "-fopenmp", "-Wno-unused-function", *row.flags],
+            extra_link_args=["-fopenmp"],
+            depends=sources,
+        )
+        (extension,) = cythonize([extension], build_dir=f"build/cython/{row.name}", compiler_directives=directives)
+        built.append(extension)
+    return built
+
+
+class BuildExtensions(build_ext):
+    """build_ext that first makes sure that OpenMP works, and builds the ISAs side by side."""
+
+    def build_extensions(self):
+        self.check_openmp()
+        self.parallel = self.parallel or os.cpu_count()
+        super().build_extensions()
+
+    def check_openmp(self):
+        """Refuse to build without OpenMP rather than build something that runs on one core."""
+        compiler = getattr(self.compiler, "compiler_so", None) or ["cc"]
+        compiler = [word for word in compiler if word != "-fPIC"]
+        with tempfile.TemporaryDirectory() as folder:
+            source, program = Path(folder, "probe.c"), Path(folder, "probe")
+            source.write_text(OPENMP_PROBE)
+            command = [*compiler, "-fopenmp", str(source), "-o", str(program)]
+            try:
+                for step in (command, [str(program)]):
+                    done = subprocess.run(step, capture_output=True, text=True, timeout=120)
+                    if done.returncode:
+                        output = (done.stdout + done.stderr).strip()
+                        raise SystemExit(OPENMP_REMEDY.format(command=" ".join(step), output=output))
+            except FileNotFoundError as error:
+                raise SystemExit(OPENMP_REMEDY.format(command=" ".join(command), output=error)) from error
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtensions})
