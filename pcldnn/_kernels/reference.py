@@ -73,9 +73,9 @@ def conv2d_forward(x, weight, bias, y, stride, padding, relu=False, blocking=Non
 
 
 def conv2d_transpose_filter(weight, weight_t, num_threads=1):
-    """weight_t[c, k, r, s, ki, ci] = weight[k, c, r, s, ci, ki]; no flip."""
+    """weight_t[c, k, R-1-r, S-1-s, ki, ci] = weight[k, c, r, s, ci, ki]: transposed and flipped."""
     checks.conv2d_transpose_filter(weight.shape, weight_t.shape, num_threads)
-    weight_t[...] = weight.transpose(1, 0, 2, 3, 5, 4)
+    weight_t[...] = weight[:, :, ::-1, ::-1].transpose(1, 0, 2, 3, 5, 4)
 
 
 def conv2d_input_grad(dy, weight_t, dx, stride, padding, blocking=None, num_threads=1):
@@ -85,7 +85,7 @@ def conv2d_input_grad(dy, weight_t, dx, stride, padding, blocking=None, num_thre
     n, _, p, q, _ = dy.shape
     (sh, sw), (ph, pw) = stride, padding
     h, w = dx.shape[2:4]
-    matrix = weight_t.transpose(1, 4, 2, 3, 0, 5).reshape(kb * b, r * s * cb * bc)
+    matrix = weight_t[:, :, ::-1, ::-1].transpose(1, 4, 2, 3, 0, 5).reshape(kb * b, r * s * cb * bc)
     for i in range(n):
         columns = dy[i].transpose(1, 2, 0, 3).reshape(p * q, kb * b) @ matrix
         columns = columns.reshape(p, q, r, s, cb, bc)
