@@ -1,0 +1,358 @@
+"""What a layer is: a description, its plan, and the same thing at run time.
+
+`Layer` is the description: hyper-parameters only, hashable, no arrays. `Layer.plan` turns it into a `LayerPlan` for a
+given input. A `Unit` joins a LayerPlan to memory and calls the layer's `compute_` methods, which call kernels.
+
+To add a layer, write one subclass of Layer (`activation.py` shows the short form, `conv.py` the long one): a frozen
+dataclass with PyTorch's argument names that overrides what differs from the defaults here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod, sqrt
+
+import numpy as np
+
+from pcldnn.layout import Layout, bias_from_blocked, bias_to_blocked
+from pcldnn.partition import Partition
+
+PASSES = ("forward", "weight_grad", "input_grad")  # in the order in which a step makes them
+
+
+def pair(value: int | tuple[int, int], name: str, least: int) -> tuple[int, int]:
+    """`(vertical, horizontal)` from one integer or two, as PyTorch takes kernel sizes, strides and paddings."""
+    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
+    if len(both) != 2 or not all(isinstance(v, (int, np.integer)) and v >= least for v in both):
+        raise ValueError(f"{name}: got {value!r}, wanted one or two integers of at least {least}")
+    return int(both[0]), int(both[1])
+
+
+# --- parameters -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight array of a layer: its logical shape for users, the shape of its blocked array for kernels.
+
+    Subclasses convert values between the two with `to_blocked` and `from_blocked`.
+    """
+
+    name: str  # "weight" or "bias", as PyTorch has it
+    shape: tuple[int, ...]
+    array_shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Numbers, logical."""
+        return prod(self.shape)
+
+    @property
+    def array_size(self) -> int:
+        """Numbers in memory, padded lanes included."""
+        return prod(self.array_shape)
+
+    @property
+    def fan_in(self) -> int:
+        """Inputs that add up to one output (`shape` is (out, in, ...))."""
+        return prod(self.shape[1:])
+
+    @property
+    def fan_out(self) -> int:
+        """Outputs that one input adds to."""
+        return self.shape[0] * prod(self.shape[2:])
+
+    def to_blocked(self, logical: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def from_blocked(self, blocked: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Bias(Parameter):
+    """One number an output channel; zero at the start."""
+
+    block: int
+
+    @classmethod
+    def of(cls, channels: int, block: int) -> Bias:
+        return cls("bias", (channels,), (-(-channels // block) * block,), block)
+
+    def to_blocked(self, logical):
+        return bias_to_blocked(logical, self.block)
+
+    def from_blocked(self, blocked):
+        return bias_from_blocked(blocked, self.shape[0])
+
+
+def glorot_std(fan_in: int, fan_out: int) -> float:
+    """Standard deviation that keeps variance in both directions [Glorot and Bengio 2010, equation 16]."""
+    return sqrt(2 / (fan_in + fan_out))
+
+
+def draw_parameters(parameters: tuple[Parameter, ...], weight_std, seed: int, index: int) -> dict[str, np.ndarray]:
+    """Starting values, logical: weights normal with `weight_std(fan_in, fan_out)`, biases zero.
+
+    Drawn from Philox keyed by (seed, index of the layer in its network), in logical order: the same for every rank,
+    SIMD width and partition, and for a layer whatever the other layers are.
+    """
+    random = np.random.Generator(np.random.Philox(key=[seed, index]))
+    values = {}
+    for parameter in parameters:
+        if isinstance(parameter, Bias):
+            values[parameter.name] = np.zeros(parameter.shape, np.float32)
+        else:
+            value = random.standard_normal(parameter.shape, np.float32)
+            value *= np.float32(weight_std(parameter.fan_in, parameter.fan_out))
+            values[parameter.name] = value
+    return values
+
+
+# --- plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """How one pass of one layer is to be computed."""
+
+    algorithm: str = "direct"
+    flop: int = 0  # a multiply-add is 2; for all images of this rank
+    bytes: int = 0  # that must move at least: every array once [byte]
+    scratch: int = 0  # float32 elements of working memory
+    blocking: object = None  # cache blocks; None leaves them to the kernel
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Everything decided about one layer of a network before it runs."""
+
+    index: int  # position in the network's list; keys random numbers
+    name: str
+    layer: Layer
+    input: Layout
+    output: Layout
+    images: int  # most images of this rank in a step
+    block: int  # SIMD width
+    parameters: tuple[Parameter, ...] = ()
+    fused: Layer | None = None  # the activation that this layer's kernel applies as well
+    partition: Partition = Partition()
+    forward: PassPlan = PassPlan()
+    weight_grad: PassPlan | None = None  # None: the pass is not made
+    input_grad: PassPlan | None = None
+
+    @property
+    def saves(self) -> frozenset[str]:
+        """Which of "input" and "output" the backward passes read."""
+        return self.layer.saves | (self.fused.saves if self.fused else frozenset())
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers, logical."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def parameter_size(self) -> int:
+        """Numbers of the flat array that holds all parameters (padded lanes included) one after the other."""
+        return sum(parameter.array_size for parameter in self.parameters)
+
+    def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """The blocked parameters as views of their flat array."""
+        views, start = {}, 0
+        for parameter in self.parameters:
+            views[parameter.name] = flat[start : start + parameter.array_size].reshape(parameter.array_shape)
+            start += parameter.array_size
+        return views
+
+    def to_flat(self, logical: dict[str, np.ndarray], flat: np.ndarray) -> None:
+        """Write logical arrays into the flat array."""
+        for parameter in self.parameters:
+            self.views(flat)[parameter.name][...] = parameter.to_blocked(logical[parameter.name])
+
+    def from_flat(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Logical copies of the parameters (or gradients, or momentum) in a flat array."""
+        return {p.name: p.from_blocked(self.views(flat)[p.name]) for p in self.parameters}
+
+    def __str__(self) -> str:
+        return f"{self.layer} + {self.fused}" if self.fused else str(self.layer)
+
+
+# --- run time ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a forward pass knows beside its input."""
+
+    training: bool = False
+    seed: int = 0
+    epoch: int = 0
+    sample_ids: np.ndarray | None = None  # int64 (N,): which sample of the data set each image is
+
+
+@dataclass
+class Memory:
+    """The arrays of one Unit. Activations and gradients hold `images` images; a step uses the leading ones."""
+
+    output: np.ndarray
+    input_grad: np.ndarray | None = None
+    parameters: np.ndarray | None = None  # flat: blocked weight, then padded bias; the unit of exchange
+    gradients: np.ndarray | None = None  # likewise
+    scratch: dict[str, np.ndarray] = field(default_factory=dict)  # by pass
+
+
+class Unit:
+    """A layer at run time: its plan, its memory, and the arrays saved between the passes of a step.
+
+    The three passes take and give blocked arrays. In a step `weight_grad` is called before `input_grad`: it may
+    change `dy` (a fused activation masks it), and an exchange of the layer's gradients can start between the two.
+    """
+
+    def __init__(self, plan: LayerPlan, memory: Memory, num_threads: int = 1):
+        self.plan = plan
+        self.name = plan.name
+        self.memory = memory
+        self.num_threads = num_threads
+        self.parameters = memory.parameters
+        self.gradients = memory.gradients
+        self.value = plan.views(memory.parameters) if plan.parameters else {}
+        self.grad = plan.views(memory.gradients) if memory.gradients is not None else {}
+        self.x = self.y = self.step = None  # of the last forward pass
+
+    def forward(self, x: np.ndarray, step: StepContext) -> np.ndarray:
+        """Output for the blocked images `x`."""
+        self.x, self.y, self.step = x, self.memory.output[: len(x)], step
+        self.plan.layer.compute_forward(self, x, self.y, step)
+        return self.y
+
+    def weight_grad(self, dy: np.ndarray) -> None:
+        """Overwrite `gradients` with the sum over the images of the last forward pass."""
+        self.plan.layer.compute_weight_grad(self, dy)
+
+    def input_grad(self, dy: np.ndarray) -> np.ndarray:
+        """Gradient of the input of the last forward pass."""
+        dx = self.memory.input_grad[: len(dy)]
+        self.plan.layer.compute_input_grad(self, dy, dx)
+        return dx
+
+
+def by_channel_block(array: np.ndarray) -> np.ndarray:
+    """(N, C/b, H, W, b) seen as (N, C/b, H*W, b): kernels that do not care for rows and columns take this."""
+    images, channel_blocks, height, width, block = array.shape
+    return array.reshape(images, channel_blocks, height * width, block)
+
+
+def by_image(array: np.ndarray) -> np.ndarray:
+    """(N, C/b, H, W, b) seen as (N, padded features): what a fully connected layer takes."""
+    return array.reshape(len(array), prod(array.shape[1:]))
+
+
+# --- description ------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """Base of all layers. Subclasses are frozen dataclasses; what follows here is for them to override."""
+
+    aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
+    saves = frozenset()  # which of "input" and "output" the backward passes read
+    takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
+
+    def output_layout(self, input: Layout, block: int) -> Layout:
+        """Layout of the output; ValueError if the layer cannot take this input (the plan adds the layer's name)."""
+        return input
+
+    def parameters(self, input: Layout, block: int) -> tuple[Parameter, ...]:
+        """Its weights: "weight" first, then "bias"."""
+        return ()
+
+    def multiply_adds(self, input: Layout, output: Layout) -> int:
+        """Of one image, in each pass. Only these count as flop: the rest of a network is bound by memory."""
+        return 0
+
+    def scratch(self, pass_name: str, plan: LayerPlan) -> int:
+        """Float32 elements of working memory that a pass needs."""
+        return 0
+
+    def absorbs(self, following: Layer) -> bool:
+        """Whether this layer's kernel can apply the layer that follows as well."""
+        return False
+
+    def weight_std(self, fan_in: int, fan_out: int) -> float | None:
+        """An activation's advice for the weights before it; None for layers that are no activations."""
+        return None
+
+    def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
+        """Write y, padded lanes included (as zeros)."""
+        raise NotImplementedError
+
+    def compute_weight_grad(self, unit: Unit, dy: np.ndarray) -> None:
+        """Overwrite `unit.grad` from `unit.x` and `dy`. Only layers with parameters are asked."""
+        raise NotImplementedError
+
+    def compute_input_grad(self, unit: Unit, dy: np.ndarray, dx: np.ndarray) -> None:
+        """Overwrite dx, padded lanes included (as zeros). dx may be dy itself unless `aliasing` is "none"."""
+        raise NotImplementedError
+
+    # --- the same for all layers ---
+
+    def plan(
+        self, input: Layout, images: int, block: int, *, index: int = 0, name: str = "", fused: Layer | None = None,
+        partition: Partition = Partition(), training: bool = True, input_grad: bool = True,
+    ) -> LayerPlan:  # fmt: skip
+        """Plan this layer for `images` images of layout `input`."""
+        try:
+            output = self.output_layout(input, block)
+        except ValueError as error:
+            raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
+        plan = LayerPlan(index, name, self, input, output, images, block,
+                         self.parameters(input, block), fused, partition)  # fmt: skip
+        made = {
+            "forward": True,
+            "weight_grad": training and bool(plan.parameters),
+            "input_grad": training and input_grad,
+        }
+        return replace(plan, **{p: self.plan_pass(p, plan) if made[p] else None for p in PASSES})
+
+    def plan_pass(self, pass_name: str, plan: LayerPlan) -> PassPlan:
+        """Algorithm, work and memory of one pass."""
+        saved = plan.saves if pass_name == "input_grad" else ()
+        arrays = [plan.input, plan.output, *(getattr(plan, which) for which in saved if not plan.parameters)]
+        moved = sum(layout.array_bytes(plan.images) for layout in arrays) + 4 * plan.parameter_size
+        flop = 2 * plan.images * self.multiply_adds(plan.input, plan.output)
+        return PassPlan("direct", flop, moved, self.scratch(pass_name, plan))
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    # --- used alone, on logical arrays: see lone.py ---
+
+    @cached_property
+    def _lone(self):
+        from pcldnn.layers.lone import Lone
+
+        return Lone(self)
+
+    def forward(self, x, *, training: bool = True, epoch: int = 0, sample_ids=None) -> np.ndarray:
+        """Output for `x`, `(N, C, H, W)` or `(N, F)`; the other arguments matter to Dropout only."""
+        return self._lone.forward(x, training, epoch, sample_ids)
+
+    def weight_grad(self, dy) -> dict[str, np.ndarray]:
+        """Gradients of the parameters, summed over the images of the last `forward`, in logical order."""
+        return self._lone.weight_grad(dy)
+
+    def input_grad(self, dy) -> np.ndarray:
+        """Gradient of the input of the last `forward`."""
+        return self._lone.input_grad(dy)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of the parameters in logical order."""
+        return self._lone.state_dict()
+
+    def load_state_dict(self, values: dict) -> None:
+        """Set the parameters from logical arrays."""
+        self._lone.load_state_dict(values)
+
+    def initialize(self, seed: int = 0) -> None:
+        """Draw the parameters anew."""
+        self._lone.initialize(seed)

@@ -1,0 +1,92 @@
+"""Fully connected layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pcldnn import _kernels as kernels
+from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
+from pcldnn.layers.activation import ReLU
+from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, by_image
+
+
+@dataclass(frozen=True)
+class LinearWeight(Parameter):
+    """Weights (out_features, in_features), the columns in the logical order of `input`."""
+
+    input: Layout
+
+    def to_blocked(self, logical):
+        return linear_to_blocked(logical, self.input, self.array_shape[-1])
+
+    def from_blocked(self, blocked):
+        return linear_from_blocked(blocked, self.input, self.shape[0])
+
+
+@dataclass(frozen=True)
+class Linear(Layer):
+    """Fully connected layer, `y = x weight^T + bias`, on vectors: put a Flatten after images.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool
+    """
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+
+    saves = frozenset({"input"})
+    takes_unpadded = True
+
+    def __post_init__(self):
+        if self.in_features < 1 or self.out_features < 1:
+            raise ValueError(f"Linear: got {self.in_features} to {self.out_features} features, wanted at least 1")
+
+    def output_layout(self, input: Layout, block: int) -> Layout:
+        if not input.flat:
+            raise ValueError(f"the input is an image of shape {input.shape}, wanted a vector: put Flatten before it")
+        if input.features != self.in_features:
+            raise ValueError(
+                f"the input has {input.features} features (from channels, height, width {input.shape}), "
+                f"wanted in_features = {self.in_features}"
+            )
+        return Layout.vector(self.out_features, block)
+
+    def parameters(self, input: Layout, block: int) -> tuple[Parameter, ...]:
+        array_shape = (blocks(self.out_features, block), input.padded_features, block)
+        weight = LinearWeight("weight", (self.out_features, self.in_features), array_shape, input)
+        return (weight, Bias.of(self.out_features, block)) if self.bias else (weight,)
+
+    def multiply_adds(self, input: Layout, output: Layout) -> int:
+        return self.in_features * self.out_features
+
+    def scratch(self, pass_name, plan):
+        return kernels.linear_scratch_size(plan.images, plan.input.padded_features, plan.output.padded_features)
+
+    def absorbs(self, following: Layer) -> bool:
+        return isinstance(following, ReLU)
+
+    def compute_forward(self, unit, x, y, step):
+        relu = unit.plan.fused is not None
+        kernels.linear_forward(
+            by_image(x), unit.value["weight"], unit.value.get("bias"), by_image(y), relu,
+            unit.memory.scratch.get("forward"), unit.plan.forward.blocking, unit.num_threads,
+        )  # fmt: skip
+
+    def compute_weight_grad(self, unit, dy):
+        if unit.plan.fused:
+            kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
+        kernels.linear_weight_grad(
+            by_image(unit.x), by_image(dy), unit.grad["weight"],
+            unit.memory.scratch.get("weight_grad"), unit.plan.weight_grad.blocking, unit.num_threads,
+        )  # fmt: skip
+        if self.bias:
+            kernels.bias_grad(by_channel_block(dy), unit.grad["bias"], unit.num_threads)
+
+    def compute_input_grad(self, unit, dy, dx):
+        kernels.linear_input_grad(
+            by_image(dy), unit.value["weight"], by_image(dx),
+            unit.memory.scratch.get("input_grad"), unit.plan.input_grad.blocking, unit.num_threads,
+        )  # fmt: skip

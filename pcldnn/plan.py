@@ -1,0 +1,387 @@
+"""The plan: everything about a network's run that can be known before it runs.
+
+`plan(...)` is a pure function of the layers, the input's shape, the minibatch and the number of ranks. Its result, a
+`Plan`, holds for each layer what is computed and how (`LayerPlan`), which arrays live where in one arena (`Buffer`)
+and which messages are sent in which order (`Message`). Printed, it is a table. Network executes it.
+
+Memory. A step is a sequence of slots: the input arrives, forward of each layer, the loss, then from the last layer to
+the first its weight gradient and its input gradient. Each array lives from the slot that writes it to the last slot
+that reads it; two arrays may share memory when their lives do not meet. So activations that backward needs are
+kept, gradients of activations hand their memory down the network, and scratch is shared, by one rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from pcldnn import _kernels as kernels
+from pcldnn.layers.base import PASSES, Layer, LayerPlan
+from pcldnn.layout import ALIGNMENT, UNPADDED_CHANNELS, Layout
+from pcldnn.partition import Partition, shard_sizes, shares
+
+FLOAT = 4  # [byte]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that one array, or several that are one in memory, occupies in the arena during a part of a step."""
+
+    roles: tuple[tuple[str, str], ...]  # (layer, "output" | "input_grad" | "<pass> scratch"), first writer first
+    size: int  # [float32]
+    first: int  # slots of the step, both inclusive
+    last: int
+    offset: int  # [float32] in the arena
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.roles[0])
+
+
+@dataclass(frozen=True)
+class Message:
+    """One exchange of a layer's flat array between all ranks."""
+
+    kind: str  # "reduce_scatter" of gradients (the paper's part-reduce) or "allgather" of weights (part-broadcast)
+    index: int  # of the layer, as LayerPlan.index
+    layer: str
+    sizes: tuple[int, ...]  # [float32] owned by each rank
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole array [byte]."""
+        return FLOAT * sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A network's plan. Counts and shapes that it prints are logical; sizes in memory include padded lanes."""
+
+    input: Layout
+    layers: tuple[LayerPlan, ...]
+    minibatch: int  # global
+    ranks: int
+    images: int  # most images of a rank in a step
+    threads: int
+    block: int  # SIMD width
+    training: bool
+    buffers: tuple[Buffer, ...]
+    messages: tuple[Message, ...]  # of a step, in the order that all ranks keep
+
+    @property
+    def output(self) -> Layout:
+        return self.layers[-1].output
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers that are learnt, logical."""
+        return sum(layer.parameter_count for layer in self.layers)
+
+    @property
+    def arena_size(self) -> int:
+        """Memory for all buffers [float32]."""
+        return max(buffer.offset + buffer.size for buffer in self.buffers)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """What a rank needs at most [byte]."""
+        parameters = FLOAT * sum(layer.parameter_size for layer in self.layers)
+        owned = FLOAT * sum(self.shards(layer)[0] for layer in self.layers)
+        arena = FLOAT * self.arena_size
+        if not self.training:
+            return {"parameters": parameters, "activations and scratch": arena}
+        return {
+            "parameters": parameters,
+            "gradients": parameters,
+            "momentum of the owned shard": owned,
+            "activations and scratch": arena,
+        }
+
+    def flop(self, *passes: str) -> int:
+        """Work [flop] of one image in the given passes (default: all that are made)."""
+        plans = [getattr(layer, name) for layer in self.layers for name in passes or PASSES]
+        return sum(made.flop for made in plans if made) // self.images
+
+    def shards(self, layer: LayerPlan) -> tuple[int, ...]:
+        """Elements of a layer's flat array that each rank owns: sums, updates and sends."""
+        return shard_sizes(layer.parameter_size, self.ranks, self.block)
+
+    def description(self) -> dict[str, str]:
+        """Everything that all ranks must agree upon, item by item in words."""
+        items = {
+            "SIMD width": str(self.block),
+            "ranks": str(self.ranks),
+            "minibatch": str(self.minibatch),
+            "input shape": str(self.input.logical_shape),
+        }
+        for layer in self.layers:
+            shapes = ", ".join(f"{parameter.name} {parameter.shape}" for parameter in layer.parameters)
+            passes = [getattr(layer, name) for name in PASSES]
+            algorithms = "/".join(made.algorithm for made in passes if made)
+            fused = f" + {layer.fused!r}" if layer.fused else ""
+            items[f"layer {layer.name}"] = f"{layer.layer!r}{fused} {shapes} [{layer.partition}, {algorithms}]"
+        items["messages"] = hashlib.sha256(repr(self.messages).encode()).hexdigest()[:16]
+        return items
+
+    def digest(self) -> str:
+        """SHA-256 of the description, hexadecimal."""
+        return hashlib.sha256(json.dumps(self.description()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+# --- making a plan ----------------------------------------------------------------------------------------------
+
+
+def name_layers(layers) -> tuple[tuple[str, Layer], ...]:
+    """Pairs (name, layer) from a list of layers or of such pairs.
+
+    Layers without a name get the one that PyTorch's model zoo would give: `features.i` before the first Flatten and
+    `classifier.i` after it, counted from 0 each; in a network without Flatten just `i`.
+    """
+    layers = [entry if isinstance(entry, tuple) else (None, entry) for entry in layers]
+    if not layers:
+        raise ValueError("layers: got none, wanted at least one")
+    flatten = next((i for i, (_, layer) in enumerate(layers) if getattr(layer, "aliasing", "") == "view"), None)
+    named = []
+    for i, (name, layer) in enumerate(layers):
+        if not isinstance(layer, Layer):
+            raise ValueError(f"layers[{i}]: got {layer!r}, wanted a pcldnn layer")
+        if name is None and flatten is None:
+            name = str(i)
+        elif name is None:
+            name = f"features.{i}" if i < flatten else f"classifier.{i - flatten - 1}" if i > flatten else "flatten"
+        named.append((name, layer))
+    names = [name for name, _ in named]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ValueError(f"layers: the name {twice!r} is used twice")
+    return tuple(named)
+
+
+def input_layout(layers, input_shape, block: int) -> Layout:
+    """Layout in which a network's input arrives: few channels stay unpadded if the first layer can read that."""
+    shape = tuple(input_shape)
+    if len(shape) not in (1, 3) or not all(isinstance(size, int) and size >= 1 for size in shape):
+        raise ValueError(f"input_shape: got {input_shape!r}, wanted (channels, height, width) or (features,)")
+    reader = next((layer for _, layer in layers if layer.aliasing != "view"), None)
+    if shape[0] <= UNPADDED_CHANNELS and reader is not None and reader.takes_unpadded:
+        block = shape[0]
+    return Layout(shape, block) if len(shape) == 3 else Layout.vector(*shape, block)
+
+
+def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
+         threads: int = 1, training: bool = True, block: int = kernels.SIMD_WIDTH) -> Plan:  # fmt: skip
+    """Plan a network's run.
+
+    Parameters
+    ----------
+    layers : list of Layer or of (name, Layer)
+    input_shape : (C, H, W) or (F,)
+    minibatch : int
+        Images a step on all ranks together.
+    ranks : int
+    threads : int
+        Of each rank.
+    training : bool
+        False: forward passes only, and activations are not kept.
+    block : int
+        SIMD width; by default that of this process's kernels.
+
+    Raises
+    ------
+    ValueError
+        When a layer cannot take its input, with the layer's name and the numbers.
+    """
+    for name, value in (("minibatch", minibatch), ("ranks", ranks), ("threads", threads)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    named = name_layers(layers)
+    images = shares(minibatch, ranks)[0]
+    first = layout = input_layout(named, input_shape, block)
+    planned: list[LayerPlan] = []
+    index = 0
+    while index < len(named):
+        name, layer = named[index]
+        following = named[index + 1][1] if index + 1 < len(named) else None
+        fused = following if following is not None and layer.absorbs(following) else None
+        planned.append(layer.plan(
+            layout, images, block, index=index, name=name, fused=fused, partition=Partition(data=ranks),
+            training=training, input_grad=any(before.parameters for before in planned),
+        ))  # fmt: skip
+        layout = planned[-1].output
+        index += 2 if fused else 1
+    return Plan(
+        first, tuple(planned), minibatch, ranks, images, threads, block, training,
+        plan_buffers(planned, training), _messages(planned, ranks, block) if training else (),
+    )  # fmt: skip
+
+
+def _messages(layers: list[LayerPlan], ranks: int, block: int) -> tuple[Message, ...]:
+    """Gradients go to their owners as backward produces them; new weights return in the order of the next forward."""
+    if ranks == 1:
+        return ()
+    learning = [layer for layer in layers if layer.parameters]
+    order = [("reduce_scatter", layer) for layer in reversed(learning)]
+    order += [("allgather", layer) for layer in learning]
+    return tuple(
+        Message(kind, layer.index, layer.name, shard_sizes(layer.parameter_size, ranks, block))
+        for kind, layer in order
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Life:
+    """A buffer in the making."""
+
+    roles: list[tuple[str, str]]
+    size: int
+    first: int
+    last: int
+    kept: bool = False  # backward reads what it holds now: nothing may overwrite it in place
+
+
+class _Lives:
+    """Collects the arrays of a step and the slots in which they are alive."""
+
+    def __init__(self, layers: list[LayerPlan]):
+        self.layers = layers
+        self.lives: list[_Life] = []
+        self.loss = len(layers) + 1
+        self.end = self.loss + 2 * len(layers)
+
+    def slot(self, pass_name: str, i: int) -> int:
+        """When layer number i makes a pass: 0 is the arrival of the input, `loss` the loss, `end` the last one."""
+        return {"forward": 1 + i, "weight_grad": self.end - 1 - 2 * i, "input_grad": self.end - 2 * i}[pass_name]
+
+    def new(self, layer: str, role: str, size: int, slot: int) -> _Life:
+        self.lives.append(_Life([(layer, role)], size, slot, slot))
+        return self.lives[-1]
+
+    def activations(self, training: bool) -> None:
+        """Outputs: alive until the next layer has read them, or until backward has."""
+        images, layout = self.layers[0].images, self.layers[0].input
+        value = self.new("input", "output", images * layout.padded_features, 0)
+        value.kept = True
+        if training:
+            value.last = self.end  # so that a step can be replayed to find where a NaN came from
+        for i, layer in enumerate(self.layers):
+            read_again = self.slot("input_grad", i)
+            value.last = max(value.last, self.slot("forward", i))
+            if training and "input" in layer.saves:
+                value.last = max(value.last, read_again)
+            aliasing = layer.layer.aliasing
+            if aliasing == "view" or (aliasing == "in_place" and not value.kept):
+                value.roles.append((layer.name, "output"))
+            else:
+                size = images * layer.output.padded_features
+                value = self.new(layer.name, "output", size, self.slot("forward", i))
+            if training and "output" in layer.saves:
+                value.last = max(value.last, read_again)
+                value.kept = True
+        value.last = self.end if training else self.loss  # users may read the logits until the next step
+
+    def gradients(self) -> None:
+        """Gradients of activations: from the layer behind, which writes one, to the layer before, which reads it."""
+        images = self.layers[0].images
+        gradient = self.new("loss", "input_grad", images * self.layers[-1].output.padded_features, self.loss)
+        for i, layer in reversed(list(enumerate(self.layers))):
+            if layer.weight_grad:
+                gradient.last = self.slot("weight_grad", i)
+            if not layer.input_grad:
+                break
+            gradient.last = slot = self.slot("input_grad", i)
+            if layer.layer.aliasing == "none":
+                gradient = self.new(layer.name, "input_grad", images * layer.input.padded_features, slot)
+            else:
+                gradient.roles.append((layer.name, "input_grad"))
+
+    def scratch(self) -> None:
+        """Working memory: alive during its pass only."""
+        for i, layer in enumerate(self.layers):
+            for name in PASSES:
+                made = getattr(layer, name)
+                if made and made.scratch:
+                    self.new(layer.name, f"{name} scratch", made.scratch, self.slot(name, i))
+
+
+def plan_buffers(layers: list[LayerPlan], training: bool) -> tuple[Buffer, ...]:
+    """Which arrays a step needs, when they are alive, and where each one lies."""
+    lives = _Lives(layers)
+    lives.activations(training)
+    if training:
+        lives.gradients()
+    lives.scratch()
+    return _place(lives.lives)
+
+
+def _place(lives: list[_Life]) -> tuple[Buffer, ...]:
+    """Give each buffer the lowest offset at which it meets no other that is alive at the same time, largest first."""
+    unit = ALIGNMENT // FLOAT
+    placed: list[Buffer] = []
+    for life in sorted(lives, key=lambda life: (-life.size, life.first)):
+        offset = 0
+        for other in sorted(placed, key=lambda buffer: buffer.offset):
+            together = life.first <= other.last and other.first <= life.last
+            if together and offset + life.size > other.offset:
+                offset = max(offset, -(-(other.offset + other.size) // unit) * unit)
+        placed.append(Buffer(tuple(life.roles), life.size, life.first, life.last, offset))
+    return tuple(sorted(placed, key=lambda buffer: buffer.first))
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+
+def format_bytes(count: float) -> str:
+    """1536 as "1.5 kB", in powers of 1000."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def _table(plan: Plan) -> str:
+    own = {buffer.roles[0]: buffer for buffer in plan.buffers}
+    rows = [("layer", "kind", "output", "parameters", "Mflop/image", "output memory")]
+    rows.append(("input", "", _shape(plan.input), "", "", format_bytes(plan.input.array_bytes(plan.images))))
+    for layer in plan.layers:
+        buffer = own.get((layer.name, "output"))
+        flop = layer.forward.flop / plan.images
+        rows.append((
+            layer.name, str(layer), _shape(layer.output),
+            f"{layer.parameter_count:,}" if layer.parameters else "",
+            f"{flop / 1e6:,.2f}" if flop else "",
+            format_bytes(FLOAT * buffer.size) if buffer else "in place",
+        ))  # fmt: skip
+    rows.append(("total", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:3], widths)]
+        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:])]
+        lines.append("  ".join(left + right).rstrip())
+    rule = "-" * max(map(len, lines))
+    lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+    doing = "training" if plan.training else "inference"
+    lines.insert(0, (
+        f"{doing}, minibatch {plan.minibatch}, {plan.ranks} rank{'s' * (plan.ranks > 1)} with at most {plan.images} "
+        f"images and {plan.threads} thread{'s' * (plan.threads > 1)}, SIMD width {plan.block}"
+    ))  # fmt: skip
+    if plan.training:
+        lines.append(f"work of a training step: {plan.flop() / 1e9:,.3f} Gflop an image")
+        sent = sum(message.bytes for message in plan.messages)
+        lines.append(f"messages of a step: {len(plan.messages)}, of arrays of {format_bytes(sent)} in total")
+    memory = plan.memory
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
+    lines.append(f"memory of a rank: {format_bytes(sum(memory.values()))} ({parts})")
+    return "\n".join(lines)
+
+
+def _shape(layout: Layout) -> str:
+    return "x".join(map(str, layout.logical_shape))
