@@ -71,7 +71,7 @@ def isas_to_build():
 def extensions():
     """Every extension module, cythonized. Each ISA has its own build_dir, or they would share one C file."""
     directives = {"boundscheck": DEBUG, "embedsignature": True}
-    sources = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + [KERNELS / "simd.h"]]
+    sources = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
     built = cythonize(
         [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2", "-fopenmp"],
                    extra_link_args=["-fopenmp"])],

@@ -39,6 +39,12 @@ def output_size(size, kernel, stride, padding):
     return (size + 2 * padding - kernel) // stride + 1
 
 
+def width(name, got, wanted):
+    """Refuse a block size that is not the SIMD width of a compiled target."""
+    if got != wanted:
+        raise ValueError(f"{name} has blocks of {got} channels, wanted {wanted}, the SIMD width of this target")
+
+
 def _conv2d(names, x, weight, y, stride, padding):
     """The relation that ties the three arrays of a convolution in every pass; `names` are theirs in that pass."""
     n, cb, h, w, bc = x

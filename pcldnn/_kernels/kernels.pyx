@@ -17,6 +17,8 @@ from cython.parallel cimport prange
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from pcldnn._kernels import checks
+
 cdef extern from "simd.h" nogil:
     const int b "PCL_WIDTH"
     const int TILE "PCL_TILE"
@@ -46,3 +48,8 @@ include "tile.pxi"
 include "peak.pxi"
 include "conv.pxi"
 include "linear.pxi"
+include "elementwise.pxi"
+include "pool.pxi"
+include "loss.pxi"
+include "optim.pxi"
+include "layout.pxi"

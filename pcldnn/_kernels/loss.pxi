@@ -1,0 +1,73 @@
+# Softmax and cross entropy in one kernel: the loss of each sample and the gradient of the logits.
+#
+# a. The loss is log(sum exp(z - max)) - (z[label] - max) in double: it neither overflows nor saturates, as the logarithm
+#    of a rounded softmax does (a loss of 60 stays 60).
+# b. A row is touched three times while it lies in the cache: maximum; exp and sum, with exp kept in dlogits; scaling.
+#    dlogits may therefore be the array of the logits. A job is a row; rows of one class block each are very short, but
+#    static scheduling makes a job no more than a loop turn.
+# c. Lanes beyond num_classes are read as -inf, so that they add exp(-inf) = 0 and leave 0.
+# d. Labels are checked, all of them, before any memory is touched. NaN or infinite logits give a NaN loss.
+
+from libc.math cimport INFINITY, log
+
+cdef extern from "simd_math.h" nogil:
+    float largest "vec_largest"(vec a)
+    vec vexp "vec_exp"(vec x)
+
+
+cdef inline vec load_class(const float* logits, Py_ssize_t i, Py_ssize_t classes) noexcept nogil:
+    """Logits i..i+b-1, -inf where there is no class."""
+    cdef vec z = load(logits + i)
+    if i + b > classes:
+        z = first_lanes(broadcast(-INFINITY), z, <int>(classes - i))
+    return z
+
+
+cdef double loss_row(const float* logits, float* dlogits, Py_ssize_t label, Py_ssize_t classes, Py_ssize_t padded,
+                     float scale) noexcept nogil:
+    """Loss of one sample; writes its gradient."""
+    cdef double sums[b]
+    cdef double total = 0, wanted = logits[label]
+    cdef vec most = broadcast(-INFINITY), e
+    cdef float shift
+    cdef Py_ssize_t i
+    for i from 0 <= i < classes by b:
+        most = vmax(most, load_class(logits, i, classes))
+    shift = largest(most)
+    memset(sums, 0, sizeof(sums))
+    for i from 0 <= i < classes by b:
+        e = vexp(load_class(logits, i, classes) - shift)
+        add_double(sums, e)
+        store(dlogits + i, e)
+    for i in range(b):
+        total += sums[i]
+    for i from 0 <= i < classes by b:
+        store(dlogits + i, load(dlogits + i) * <float>(scale / total))
+    for i in range((classes + b - 1) // b * b, padded):
+        dlogits[i] = 0
+    dlogits[label] -= scale
+    return log(total) + (shift - wanted)
+
+
+def softmax_cross_entropy(const float[:, ::1] logits,      # IN   (N, Kpad)
+                          const long long[::1] labels,     # IN   (N,)
+                          Py_ssize_t num_classes, float scale,
+                          double[::1] losses,              # OUT  (N,)
+                          float[:, ::1] dlogits,           # OUT  (N, Kpad), may be logits
+                          int num_threads=1):
+    """losses[n] = log(sum exp(logits[n])) - logits[n, labels[n]]; dlogits = scale (softmax - onehot)."""
+    checks.softmax_cross_entropy(dims(logits), dims(labels), num_classes, dims(losses), dims(dlogits), num_threads)
+    cdef Py_ssize_t n, count = logits.shape[0], padded = logits.shape[1]
+    if padded % b:
+        raise ValueError(f"logits has rows of {padded} floats, wanted a multiple of {b}, the SIMD width of this target")
+    for n in range(count):
+        if not 0 <= labels[n] < num_classes:
+            checks.label_range(n, labels[n], num_classes)
+    if count == 0:
+        return
+    cdef const float* z = &logits[0, 0]
+    cdef float* dz = &dlogits[0, 0]
+    cdef const long long* label = &labels[0]
+    cdef double* loss = &losses[0]
+    for n in prange(count, nogil=True, num_threads=num_threads, schedule="static"):
+        loss[n] = loss_row(z + n * padded, dz + n * padded, label[n], num_classes, padded, scale)

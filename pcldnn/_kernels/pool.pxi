@@ -1,0 +1,205 @@
+# Max and average pooling.
+#
+# a. Bound by memory: each plane (one image, one channel block) is read once, in row order, whole vectors of channels.
+#    A row of the image stays in the L1 cache while the windows that overlap on it are computed.
+# b. Windows are clipped to the image by their loop bounds, so borders and the last window of the ceil rule run the
+#    same code. checks.pool2d makes sure that no window is empty.
+# c. Forward jobs are output rows. Backward jobs are planes: windows may overlap in rows, and a plane is written by one
+#    thread in row order, so the sums do not depend on the number of threads.
+# d. The maximum's place is found again from x instead of being stored: x is there anyway, and an index array would
+#    cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
+# e. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand.
+
+cdef extern from "simd_math.h" nogil:
+    vec vmax "vec_max"(vec a, vec b)
+    void argmax "vec_argmax"(vec* best, ivec* where, vec a, int tap)
+    vec where_is "vec_where"(ivec where, int tap, vec a)
+    ivec ibroadcast "ivec_set"(int s)
+
+cdef struct Pool:
+    Py_ssize_t h, w, p, q                 # image and output
+    Py_ssize_t kh, kw, sh, sw, ph, pw     # kernel, stride, padding
+    bint include_pad                      # averages count the padding
+
+cdef struct Window:
+    Py_ssize_t h0, h1, w0, w1             # rows h0..h1-1 and columns w0..w1-1 of the image
+
+
+cdef Pool pool_of(tuple x, tuple y, kernel, stride, padding, bint include_pad):
+    cdef Pool pool
+    pool.h, pool.w, pool.p, pool.q = x[2], x[3], y[2], y[3]
+    pool.kh, pool.kw = kernel
+    pool.sh, pool.sw = stride
+    pool.ph, pool.pw = padding
+    pool.include_pad = include_pad
+    return pool
+
+
+cdef inline Window window_of(const Pool* pool, Py_ssize_t p, Py_ssize_t q) noexcept nogil:
+    """What the window of output (p, q) has inside the image."""
+    cdef Window window
+    cdef Py_ssize_t h = p * pool.sh - pool.ph, w = q * pool.sw - pool.pw
+    window.h0, window.h1 = max(h, 0), min(h + pool.kh, pool.h)
+    window.w0, window.w1 = max(w, 0), min(w + pool.kw, pool.w)
+    return window
+
+
+cdef inline float area_of(const Pool* pool, Py_ssize_t p, Py_ssize_t q) noexcept nogil:
+    """Number of pixels that the average of output (p, q) divides by."""
+    cdef Window window
+    cdef Py_ssize_t h, w
+    if pool.include_pad:
+        h, w = p * pool.sh - pool.ph, q * pool.sw - pool.pw
+        return <float>((min(h + pool.kh, pool.h + pool.ph) - h) * (min(w + pool.kw, pool.w + pool.pw) - w))
+    window = window_of(pool, p, q)
+    return <float>((window.h1 - window.h0) * (window.w1 - window.w0))
+
+
+cdef void max_row(const Pool* pool, const float* x, float* y, Py_ssize_t p) noexcept nogil:
+    """Output row p of one plane."""
+    cdef Py_ssize_t q, h, w
+    cdef Window window
+    cdef vec best
+    for q in range(pool.q):
+        window = window_of(pool, p, q)
+        best = load(x + (window.h0 * pool.w + window.w0) * b)
+        for h in range(window.h0, window.h1):
+            for w in range(window.w0, window.w1):
+                best = vmax(best, load(x + (h * pool.w + w) * b))
+        store(y + (p * pool.q + q) * b, best)
+
+
+cdef void average_row(const Pool* pool, const float* x, float* y, Py_ssize_t p) noexcept nogil:
+    """Output row p of one plane."""
+    cdef Py_ssize_t q, h, w
+    cdef Window window
+    cdef vec total
+    for q in range(pool.q):
+        window = window_of(pool, p, q)
+        total = zero()
+        for h in range(window.h0, window.h1):
+            for w in range(window.w0, window.w1):
+                total = total + load(x + (h * pool.w + w) * b)
+        store(y + (p * pool.q + q) * b, total / broadcast(area_of(pool, p, q)))
+
+
+cdef inline Py_ssize_t clear_rows(const Pool* pool, float* dx, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Zeros in rows start..stop-1 of a plane; returns the first row that is not cleared yet."""
+    if stop > start:
+        memset(dx + start * pool.w * b, 0, (stop - start) * pool.w * b * sizeof(float))
+        return stop
+    return start
+
+
+cdef void max_plane_grad(const Pool* pool, const float* x, const float* dy, float* dx) noexcept nogil:
+    """dx of one plane."""
+    cdef Py_ssize_t p, q, h, w, at, cleared = 0
+    cdef int tap
+    cdef Window window
+    cdef vec best, grad
+    cdef ivec where
+    for p in range(pool.p):
+        cleared = clear_rows(pool, dx, cleared, window_of(pool, p, 0).h1)
+        for q in range(pool.q):
+            window = window_of(pool, p, q)
+            best = load(x + (window.h0 * pool.w + window.w0) * b)
+            where = ibroadcast(0)
+            tap = 0
+            for h in range(window.h0, window.h1):
+                for w in range(window.w0, window.w1):
+                    argmax(&best, &where, load(x + (h * pool.w + w) * b), tap)
+                    tap = tap + 1
+            grad = load(dy + (p * pool.q + q) * b)
+            tap = 0
+            for h in range(window.h0, window.h1):
+                for w in range(window.w0, window.w1):
+                    at = (h * pool.w + w) * b
+                    store(dx + at, load(dx + at) + where_is(where, tap, grad))
+                    tap = tap + 1
+    clear_rows(pool, dx, cleared, pool.h)
+
+
+cdef void average_plane_grad(const Pool* pool, const float* dy, float* dx) noexcept nogil:
+    """dx of one plane."""
+    cdef Py_ssize_t p, q, h, w, at, cleared = 0
+    cdef Window window
+    cdef vec share
+    for p in range(pool.p):
+        cleared = clear_rows(pool, dx, cleared, window_of(pool, p, 0).h1)
+        for q in range(pool.q):
+            window = window_of(pool, p, q)
+            share = load(dy + (p * pool.q + q) * b) / broadcast(area_of(pool, p, q))
+            for h in range(window.h0, window.h1):
+                for w in range(window.w0, window.w1):
+                    at = (h * pool.w + w) * b
+                    store(dx + at, load(dx + at) + share)
+    clear_rows(pool, dx, cleared, pool.h)
+
+
+def max_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, W, b)
+                       float[:, :, :, :, ::1] y,              # OUT  (N, CB, P, Q, b)
+                       kernel, stride, padding, int num_threads=1):
+    """y = largest value of each window."""
+    checks.pool2d(dims(x), dims(y), kernel, stride, padding, num_threads)
+    checks.width("x", x.shape[4], b)
+    cdef Pool pool = pool_of(dims(x), dims(y), kernel, stride, padding, False)
+    cdef Py_ssize_t job, plane, jobs = x.shape[0] * x.shape[1] * pool.p
+    if jobs == 0:
+        return
+    cdef const float* px = &x[0, 0, 0, 0, 0]
+    cdef float* py = &y[0, 0, 0, 0, 0]
+    for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
+        plane = job // pool.p
+        max_row(&pool, px + plane * pool.h * pool.w * b, py + plane * pool.p * pool.q * b, job % pool.p)
+
+
+def max_pool2d_input_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W, b)
+                          const float[:, :, :, :, ::1] dy,    # IN   (N, CB, P, Q, b)
+                          float[:, :, :, :, ::1] dx,          # OUT  (N, CB, H, W, b)
+                          kernel, stride, padding, int num_threads=1):
+    """Each dy goes to the place of the maximum of its window in x; overwrites dx."""
+    checks.pool2d(dims(x), dims(dy), kernel, stride, padding, num_threads, names=("x", "dy"))
+    checks.same(num_threads, x=dims(x), dx=dims(dx))
+    checks.width("x", x.shape[4], b)
+    cdef Pool pool = pool_of(dims(x), dims(dy), kernel, stride, padding, False)
+    cdef Py_ssize_t job, image = pool.h * pool.w * b, output = pool.p * pool.q * b, jobs = x.shape[0] * x.shape[1]
+    if jobs == 0:
+        return
+    cdef const float* px = &x[0, 0, 0, 0, 0]
+    cdef const float* pdy = &dy[0, 0, 0, 0, 0]
+    cdef float* pdx = &dx[0, 0, 0, 0, 0]
+    for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
+        max_plane_grad(&pool, px + job * image, pdy + job * output, pdx + job * image)
+
+
+def avg_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, W, b)
+                       float[:, :, :, :, ::1] y,              # OUT  (N, CB, P, Q, b)
+                       kernel, stride, padding, bint count_include_pad, int num_threads=1):
+    """y = mean of each window."""
+    checks.pool2d(dims(x), dims(y), kernel, stride, padding, num_threads)
+    checks.width("x", x.shape[4], b)
+    cdef Pool pool = pool_of(dims(x), dims(y), kernel, stride, padding, count_include_pad)
+    cdef Py_ssize_t job, plane, jobs = x.shape[0] * x.shape[1] * pool.p
+    if jobs == 0:
+        return
+    cdef const float* px = &x[0, 0, 0, 0, 0]
+    cdef float* py = &y[0, 0, 0, 0, 0]
+    for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
+        plane = job // pool.p
+        average_row(&pool, px + plane * pool.h * pool.w * b, py + plane * pool.p * pool.q * b, job % pool.p)
+
+
+def avg_pool2d_input_grad(const float[:, :, :, :, ::1] dy,    # IN   (N, CB, P, Q, b)
+                          float[:, :, :, :, ::1] dx,          # OUT  (N, CB, H, W, b)
+                          kernel, stride, padding, bint count_include_pad, int num_threads=1):
+    """Spreads each dy evenly over its window; overwrites dx."""
+    checks.pool2d(dims(dx), dims(dy), kernel, stride, padding, num_threads, names=("dx", "dy"))
+    checks.width("dx", dx.shape[4], b)
+    cdef Pool pool = pool_of(dims(dx), dims(dy), kernel, stride, padding, count_include_pad)
+    cdef Py_ssize_t job, jobs = dx.shape[0] * dx.shape[1]
+    if jobs == 0:
+        return
+    cdef const float* pdy = &dy[0, 0, 0, 0, 0]
+    cdef float* pdx = &dx[0, 0, 0, 0, 0]
+    for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
+        average_plane_grad(&pool, pdy + job * pool.p * pool.q * b, pdx + job * pool.h * pool.w * b)
