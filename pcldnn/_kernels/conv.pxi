@@ -5,8 +5,8 @@
 #    same way). For every output row and column an `Axis` says which filter taps meet real pixels.
 # b. Nothing is padded in memory and no tap that falls in the padding is computed: a column tile carries its
 #    `Segment`s, runs of filter taps that meet the same pixels lo..hi of the tile. Within a segment taps and input
-#    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter: 3 calls of
-#    3*b multiply-add steps per channel block).
+#    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the image: one call for all of
+#    its rows and input channels).
 # c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`): images
 #    smaller than a tile, such as 2x2, then fill the registers all the same and skip their padding exactly.
 # d. A job is (image or tile of images, pair of output channel blocks, band of rows). It runs over `c_blocks` input
@@ -114,28 +114,26 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
     cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
     cdef Py_ssize_t tap_size = c.lanes * b
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
-    cdef Py_ssize_t cb, r
-    cdef int g, hi
+    cdef Reduction over
+    cdef int g
     cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
         + (c.cols.out0 + tile.first * c.cols.out_step) * b
-    cdef const float* x = c.x + n * c.x_image + (row * c.rows.in_step + c.rows.in0) * c.x_row \
-        + (tile.first * c.cols.in_step + c.cols.in0) * c.lanes
-    cdef const float* w = c.w + k * c.w_out + c.rows.w0 * c.w_row + c.cols.w0 * tap_size
-    cdef const float* xr
-    cdef const float* wr
+    cdef const float* x = c.x + n * c.x_image + cb0 * c.x_block \
+        + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.lanes
+    cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
+        + c.cols.w0 * tap_size
     if cb0 == 0:
         tile_fill(a0, a1, NULL if c.bias == NULL else c.bias + k * b, two)
     else:
         tile_load(a0, a1, width, y, yp, c.y_block, two)
-    for cb in range(cb0, cb1):
-        for r in range(r0, r1):
-            xr = x + cb * c.x_block + r * c.x_row
-            wr = w + cb * c.w_in + r * c.rows.w_step * c.w_row
-            for g in range(tile.segments):
-                seg = segments + g
-                hi = width if c.across_images else seg.hi
-                run(seg.lo, hi, a0, a1, xr + seg.tap * c.lanes, xp, 1, wr + seg.tap * c.cols.w_step * tap_size, b,
-                    c.w_out, seg.taps * c.lanes, two)
+    over.x0, over.w0 = 1, b
+    over.n1, over.x1, over.w1 = r1 - r0, c.x_row, c.rows.w_step * c.w_row
+    over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
+    for g in range(tile.segments):
+        seg = segments + g
+        over.n0 = seg.taps * c.lanes
+        run(seg.lo, width if c.across_images else seg.hi, a0, a1, x + seg.tap * c.lanes, xp,
+            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two)
     tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
 
 

@@ -52,6 +52,31 @@ PCL_INLINE void vec_transpose(const float *src, long stride, float *dst) {
     for (int i = 0; i < PCL_WIDTH; i++) vec_store(dst + i * PCL_WIDTH, a[i]);
 }
 
+/* The ends of a register tile, a0 and a1 being its two vectors of output channels (a1 unused unless `two`). Here and
+ * not in Cython because gcc unrolls an outermost loop early enough to keep the arrays in registers only by pragma. */
+#define PCL_PIXELS _Pragma("GCC unroll 16") for (int p = 0; p < PCL_TILE; p++)
+
+/* Take up the sums that an earlier block of input channels has left in y. */
+PCL_INLINE void tile_load(vec *a0, vec *a1, int width, const float *y, long yp, long yv, int two) {
+    PCL_PIXELS {
+        a0[p] = p < width ? vec_load(y + p * yp) : vec_zero();
+        a1[p] = two && p < width ? vec_load(y + yv + p * yp) : vec_zero();
+    }
+}
+
+/* Start every pixel from the bias of its channels, or from zero when there is none. */
+PCL_INLINE void tile_fill(vec *a0, vec *a1, const float *bias, int two) {
+    vec b0 = bias ? vec_load(bias) : vec_zero(), b1 = bias && two ? vec_load(bias + PCL_WIDTH) : vec_zero();
+    PCL_PIXELS { a0[p] = b0; a1[p] = b1; }
+}
+
+PCL_INLINE void tile_store(const vec *a0, const vec *a1, int width, float *y, long yp, long yv, int relu, int two) {
+    PCL_PIXELS if (p < width) {
+        vec_store(y + p * yp, relu ? vec_relu(a0[p]) : a0[p]);
+        if (two) vec_store(y + yv + p * yp, relu ? vec_relu(a1[p]) : a1[p]);
+    }
+}
+
 /* PCL_RANGES(f, lo, hi, ...) calls f(lo, hi, ...) with lo and hi as compile-time constants, 0 <= lo < hi <= PCL_TILE,
  * so that the always-inlined f keeps its accumulators in registers whatever part of the tile takes part. With tiles
  * of 14 a range that begins beyond 3, which takes padding of 4 and more, runs pixel by pixel to bound the code size. */
