@@ -70,12 +70,12 @@ class Layout:
     @property
     def padded_features(self) -> int:
         """Numbers an image in memory, padded lanes included."""
-        channels, height, width = self.shape
+        _, height, width = self.shape
         return self.channel_blocks * height * width * self.block
 
     def array_shape(self, images: int) -> tuple[int, int, int, int, int]:
         """Shape (N, C/b, H, W, b) of the array that holds `images` images."""
-        channels, height, width = self.shape
+        _, height, width = self.shape
         return (images, self.channel_blocks, height, width, self.block)
 
     def array_bytes(self, images: int) -> int:
@@ -117,19 +117,16 @@ def as_float32(array, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
     return array if array.dtype == np.float32 else array.astype(np.float32)
 
 
-def as_labels(labels, images: int) -> np.ndarray:
-    """Check class labels that a user handed in; return them as contiguous int64.
-
-    Their range is checked by the loss kernel, which knows the number of classes.
-    """
-    labels = np.asarray(labels)
-    if labels.size == 0:
-        labels = labels.astype(np.int64)  # an empty list arrives as float64
-    if not np.issubdtype(labels.dtype, np.integer) or labels.dtype == np.uint64:
-        raise ValueError(f"labels: got dtype {labels.dtype}, wanted integers")
-    if labels.shape != (images,):
-        raise ValueError(f"labels: got shape {labels.shape}, wanted ({images},), one label an image")
-    return np.ascontiguousarray(labels, np.int64)
+def as_integers(array, name: str, count: int) -> np.ndarray:
+    """Check `count` integers (labels, sample ids) that a user handed in; return them as contiguous int64."""
+    array = np.asarray(array)
+    if array.size == 0:
+        array = array.astype(np.int64)  # an empty list arrives as float64
+    if not np.can_cast(array.dtype, np.int64, "safe") or array.dtype == bool:
+        raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
+    if array.shape != (count,):
+        raise ValueError(f"{name}: got shape {array.shape}, wanted ({count},), one an image")
+    return np.ascontiguousarray(array, np.int64)
 
 
 def block(images: np.ndarray, layout: Layout, out: np.ndarray | None = None, num_threads: int = 1) -> np.ndarray:

@@ -148,7 +148,7 @@ def name_layers(layers) -> tuple[tuple[str, Layer], ...]:
     named = []
     for i, (name, layer) in enumerate(layers):
         if not isinstance(layer, Layer):
-            raise ValueError(f"layers[{i}]: got {layer!r}, wanted a pcldnn layer")
+            raise TypeError(f"layers[{i}]: got {layer!r}, wanted a pcldnn layer")
         if name is None and flatten is None:
             name = str(i)
         elif name is None:

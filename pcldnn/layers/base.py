@@ -18,6 +18,7 @@ import numpy as np
 from pcldnn.layout import Layout, bias_from_blocked, bias_to_blocked
 from pcldnn.partition import Partition
 
+ONE_RANK = Partition()
 PASSES = ("forward", "weight_grad", "input_grad")  # in the order in which a step makes them
 
 
@@ -137,7 +138,7 @@ class LayerPlan:
     block: int  # SIMD width
     parameters: tuple[Parameter, ...] = ()
     fused: Layer | None = None  # the activation that this layer's kernel applies as well
-    partition: Partition = Partition()
+    partition: Partition = ONE_RANK
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -257,6 +258,7 @@ class Layer:
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
+    weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
     def output_layout(self, input: Layout, block: int) -> Layout:
         """Layout of the output; ValueError if the layer cannot take this input (the plan adds the layer's name)."""
@@ -278,10 +280,6 @@ class Layer:
         """Whether this layer's kernel can apply the layer that follows as well."""
         return False
 
-    def weight_std(self, fan_in: int, fan_out: int) -> float | None:
-        """An activation's advice for the weights before it; None for layers that are no activations."""
-        return None
-
     def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
         """Write y, padded lanes included (as zeros)."""
         raise NotImplementedError
@@ -298,7 +296,7 @@ class Layer:
 
     def plan(
         self, input: Layout, images: int, block: int, *, index: int = 0, name: str = "", fused: Layer | None = None,
-        partition: Partition = Partition(), training: bool = True, input_grad: bool = True,
+        partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input`."""
         try:

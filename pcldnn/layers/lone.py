@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from pcldnn import _kernels as kernels
-from pcldnn.layers.base import Layer, Memory, StepContext, Unit, draw_parameters, glorot_std
-from pcldnn.layout import Layout, aligned_zeros, as_float32, block, unblock
+from pcldnn.layers.base import PASSES, Layer, Memory, StepContext, Unit, draw_parameters, glorot_std
+from pcldnn.layout import Layout, aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
 
 
@@ -55,14 +55,12 @@ class Lone:
             raise ValueError(f"x: got shape {array.shape}, wanted (N, C, H, W) or (N, F)")
         x = as_float32(array, "x", array.shape)
         images = len(x)
-        ids = np.arange(images) if sample_ids is None else np.asarray(sample_ids)
-        if ids.shape != (images,) or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"sample_ids: got {ids.dtype} of shape {ids.shape}, wanted integers of shape ({images},)")
+        ids = np.arange(images) if sample_ids is None else as_integers(sample_ids, "sample_ids", images)
         self.unit = self._unit(x)
         blocked = block(x, self.unit.plan.input, num_threads=self.num_threads)
         if self.layer.aliasing == "view":
             self.unit.memory.output = blocked
-        step = StepContext(training, self.seed, epoch, np.ascontiguousarray(ids, np.int64))
+        step = StepContext(training, self.seed, epoch, ids)
         y = self.unit.forward(blocked, step)
         return unblock(y, self.unit.plan.output, self.num_threads)
 
@@ -81,9 +79,9 @@ class Lone:
 
     def _unit(self, x):
         """A Unit for input like x, with memory of its own and the parameters loaded."""
-        logical = x.shape[1:]
-        layout = Layout(logical, kernels.SIMD_WIDTH) if len(logical) == 3 else Layout.vector(*logical, kernels.SIMD_WIDTH)
-        plan = self.layer.plan(layout, len(x), kernels.SIMD_WIDTH)
+        b = kernels.SIMD_WIDTH  # also for few channels: an unpadded input would have no input gradient
+        layout = Layout(x.shape[1:], b) if x.ndim == 4 else Layout.vector(x.shape[1], b)
+        plan = self.layer.plan(layout, len(x), b)
         memory = Memory(
             output=aligned_zeros(plan.output.array_shape(len(x))),
             input_grad=aligned_zeros(plan.input.array_shape(len(x))),
@@ -91,7 +89,7 @@ class Lone:
             gradients=aligned_zeros(plan.parameter_size),
             scratch={
                 name: aligned_zeros(getattr(plan, name).scratch)
-                for name in ("forward", "weight_grad", "input_grad")
+                for name in PASSES
                 if getattr(plan, name) and getattr(plan, name).scratch
             },
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from pcldnn import _kernels as kernels
 from pcldnn.layers.base import by_image
-from pcldnn.layout import Layout, as_float32, as_labels, block, unblock
+from pcldnn.layout import Layout, as_float32, as_integers, block, unblock
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CrossEntropyLoss:
     def forward(self, logits, labels) -> float:
         """Mean loss of `logits` (N, classes) for integer `labels` (N,)."""
         logits = as_float32(logits, "logits", (None, None))
-        labels = as_labels(labels, len(logits))
+        labels = as_integers(labels, "labels", len(logits))
         if not logits.size:
             raise ValueError(f"logits: got shape {logits.shape}, wanted at least one sample and one class")
         layout = Layout.vector(logits.shape[1], kernels.SIMD_WIDTH)
