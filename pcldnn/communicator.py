@@ -1,0 +1,515 @@
+"""Ranks and the messages between them.  The only file that imports mpi4py, and only when it is used.
+
+The words of Das et al. 2016: *part-reduce* is `reduce_scatter`, *part-broadcast* is `allgather`.  A layer's
+gradients are part-reduced to their owners, each owner updates its shard, and the weights are
+part-broadcast.
+
+Design notes
+------------
+a. A `Communicator` works on its own duplicate of the given mpi4py communicator, so its messages never meet
+   those of the program around it.
+b. Every wait is a non-blocking MPI call and `faults.wait`: it does not steal the core of a rank that
+   computes, and signals are handled.
+c. Counts are cut to `max_count` elements a message, far below 2^31-1, where the `int` counts of MPI-3 end.
+d. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
+"""
+
+import hashlib
+import os
+import pickle
+import socket
+import threading
+
+import numpy as np
+
+from . import launcher
+from .faults import AbortOnError, CollectiveError, DisagreementError, wait  # noqa: F401
+
+# 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
+# int.
+MAX_COUNT = 2**28
+_FAULT_TAG = 911
+
+
+class NoMPIError(RuntimeError):
+    """MPI was asked for and is not there."""
+
+
+class LaunchError(RuntimeError):
+    """The launcher started several tasks, but MPI sees one."""
+
+
+def create(comm=None, single_process=False):
+    """The communicator of this process: over MPI where MPI is there, else of this process alone.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: all processes of the job.
+    single_process : bool
+        Ask for a process on its own: no MPI is started and what the launcher says is not looked at.
+
+    Raises
+    ------
+    LaunchError
+        When a launcher started several tasks and MPI sees one: N copies would overwrite each other's files.
+    """
+    if comm is not None:
+        return Communicator(comm)
+    if single_process:
+        return SerialCommunicator("a single process was asked for")
+    try:
+        MPI = _mpi()
+    except NoMPIError as error:
+        message = launcher.mismatch(None)
+        if message:
+            raise LaunchError(message) from error
+        return SerialCommunicator(str(error))
+    if MPI.COMM_WORLD.size == 1:
+        message = launcher.mismatch(_library(MPI))
+        if message:
+            raise LaunchError(message)
+    return Communicator()
+
+
+def mpi_information():
+    """What `pcldnn info` says about MPI: strings `library`, `mpi4py`, `thread_level`, `advice`; starts MPI."""
+    try:
+        MPI = _mpi()
+    except NoMPIError as error:
+        return {"library": "none", "mpi4py": "none", "thread_level": "none", "advice": str(error)}
+    import mpi4py
+
+    advice = launcher.mismatch(_library(MPI)) if MPI.COMM_WORLD.size == 1 else None
+    return {
+        "library": _library(MPI),
+        "mpi4py": mpi4py.__version__,
+        "thread_level": _thread_level(MPI),
+        "advice": advice or "",
+    }
+
+
+class SerialCommunicator:
+    """One process without MPI; the same interface as `Communicator`.
+
+    Attributes
+    ----------
+    rank, size : int
+    node_rank, node_size : int
+        Index of this rank among those of its node, and their number.
+    nodes : int
+        Number of nodes.
+    node_cores : int
+        Cores that the ranks of this node may use together (union of their affinity masks).
+    ranks_sharing_cores : int
+        Ranks of this node, this one included, that may run on a core on which this one may run.
+    library, thread_level : str
+        The MPI library and its thread support (`single`, `funneled`, `serialized`, `multiple`).
+    note : str
+        Why this process is alone, when it is.
+    """
+
+    rank = 0
+    size = 1
+    node_rank = 0
+    node_size = 1
+    nodes = 1
+    ranks_sharing_cores = 1
+    library = "none"
+    thread_level = "none"
+
+    def __init__(self, note=""):
+        self.note = note
+        self.node_cores = len(os.sched_getaffinity(0))
+
+    def __repr__(self):
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, library={self.library!r})"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        # After an error the other ranks may be elsewhere: freeing is collective and could wait for ever.
+        if error is None:
+            self.close()
+        return False
+
+    def close(self):
+        """Free what the communicator holds; the user's own communicator stays."""
+
+    def reduce_scatter(self, buffer, shares):
+        """Part-reduce: add the buffers of all ranks; each rank gets the sum of its own share, in place.
+
+        Parameters
+        ----------
+        buffer : ndarray, float32 or float64, 1-D, contiguous
+            IN: what this rank adds.  OUT: `buffer[start:stop]` of this rank's share holds the sum over
+            ranks; the rest is undefined (on one rank the buffer stays as it is).
+        shares : sequence of int
+            Elements owned by each rank, in order of rank; may differ and may be 0; the same on every rank.
+        """
+        _check_shares(buffer, shares, self.size)
+
+    def allgather(self, buffer, shares):
+        """Part-broadcast: every rank gives its own share of `buffer` to all others, in place.
+
+        The adjoint of `reduce_scatter`; arguments as there.  OUT: all of `buffer`.
+        """
+        _check_shares(buffer, shares, self.size)
+
+    def allreduce_sum(self, array):
+        """Add `array` (a small ndarray of numbers) over the ranks, in place; returns it."""
+        return _check_small(array)
+
+    def broadcast(self, value, root=0):
+        """The `value` (any picklable object) of rank `root`, on every rank."""
+        return value
+
+    def gather(self, value, root=0):
+        """On rank `root` the list of every rank's `value`, elsewhere None."""
+        return [value]
+
+    def allgather_object(self, value):
+        """On every rank the list of every rank's `value`."""
+        return [value]
+
+    def barrier(self):
+        """Wait until every rank is here."""
+
+    def abort(self, code=1):
+        """End the job at once with exit code `code`; may be called by one rank alone."""
+        os._exit(code)
+
+    def agree(self, description):
+        """Check that `description` is the same on every rank.
+
+        Parameters
+        ----------
+        description : dict of str to object
+            Named values whose `repr` tells them apart: numbers, strings, tuples, lists.  Arrays are
+            refused; give a digest.
+
+        Raises
+        ------
+        DisagreementError
+            On every rank, the same: names the item, the values, and the ranks that hold each.
+        """
+        _texts(description)
+
+    def abort_on_error(self):
+        """Context manager: an error in its block, on any rank and in any thread, ends the whole job.
+
+        An exception, a `sys.exit` that not all ranks call, or an exception in another thread is printed
+        once, with the number of the rank, and the job is aborted with a non-zero exit code.  The ranks
+        leave the block together: at its end each waits for the others.  In a job of one process errors
+        propagate as usual; one in another thread is raised in the main thread.
+        """
+        return AbortOnError(None)
+
+    def oversubscription(self, threads, cores=None):
+        """A warning when the ranks of a node run more threads than they have cores; else None.
+
+        The same on every rank.
+
+        Parameters
+        ----------
+        threads : int
+            Compute threads of this rank.
+        cores : int, optional
+            Cores that the job may use on this node, where something else than affinity limits it (a cgroup
+            quota).
+        """
+        limit = self.node_cores if cores is None else min(self.node_cores, cores)
+        own = (socket.gethostname(), self._node, threads, limit, len(os.sched_getaffinity(0)))
+        return launcher.oversubscription_warning(self.allgather_object(own))
+
+    _node = 0
+
+
+class Communicator(SerialCommunicator):
+    """Ranks of an MPI job.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        Any communicator of the program around; it is duplicated.  Default `MPI.COMM_WORLD`.
+    max_count : int
+        Longest message [elements]; longer exchanges go in pieces.
+    """
+
+    def __init__(self, comm=None, max_count=MAX_COUNT):
+        MPI = _mpi()
+        if comm is None:
+            comm = MPI.COMM_WORLD
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ValueError(
+                f"comm: got {comm!r}, wanted an intra-communicator of mpi4py that this process belongs to"
+                " (only the ranks inside a sub-communicator may build a Communicator on it)"
+            )
+        if max_count < 1:
+            raise ValueError(f"max_count: got {max_count}, wanted at least 1")
+        super().__init__()
+        self._MPI = MPI
+        self._comm = comm.Dup()
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)  # errors become exceptions
+        self._channel = _Channel(MPI, comm.Dup()) if MPI.COMM_WORLD.size > 1 else None
+        self.max_count = max_count
+        self.rank = comm.rank
+        self.size = comm.size
+        self.library = _library(MPI)
+        self.thread_level = _thread_level(MPI)
+        self._find_node()
+
+    def _find_node(self):
+        node = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED, self.rank)
+        masks = node.allgather(os.sched_getaffinity(0))
+        self.node_rank = node.rank
+        self.node_size = node.size
+        self.node_cores = len(set().union(*masks))
+        self.ranks_sharing_cores = sum(not masks[node.rank].isdisjoint(mask) for mask in masks)
+        self._node = node.bcast(self.rank)  # a node is known by its first rank
+        node.Free()
+        self.nodes = int(self.allreduce_sum(np.array([self.node_rank == 0], np.int64))[0])
+
+    def close(self):
+        """Free the duplicates (collective); a second call does nothing."""
+        if self._MPI.Is_finalized():
+            return
+        for comm in (self._comm, self._channel and self._channel.comm):
+            if comm:
+                comm.Free()
+
+    def reduce_scatter(self, buffer, shares):
+        """Part-reduce over the ranks; see `SerialCommunicator.reduce_scatter`."""
+        _check_shares(buffer, shares, self.size)
+        if self.size == 1:
+            return
+        for begin, end, counts in segments(shares, self.max_count):
+            part = buffer[begin:end]
+            self._wait(self._comm.Ireduce_scatter(self._MPI.IN_PLACE, part, counts))
+            # MPI leaves the result at the start of the buffer; its place is our share.
+            own, start = counts[self.rank], sum(counts[: self.rank])
+            if own and start:
+                part[start : start + own] = part[:own]
+
+    def allgather(self, buffer, shares):
+        """Part-broadcast to the ranks; see `SerialCommunicator.allgather`."""
+        _check_shares(buffer, shares, self.size)
+        if self.size == 1:
+            return
+        for begin, end, counts in segments(shares, self.max_count):
+            self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [buffer[begin:end], counts]))
+
+    def allreduce_sum(self, array):
+        """Sum over the ranks; see `SerialCommunicator.allreduce_sum`."""
+        _check_small(array)
+        if self.size > 1:
+            self._wait(self._comm.Iallreduce(self._MPI.IN_PLACE, array))
+        return array
+
+    def broadcast(self, value, root=0):
+        """Any object to all; see `SerialCommunicator.broadcast`."""
+        if self.size == 1:
+            return value
+        data = np.frombuffer(pickle.dumps(value), np.uint8) if self.rank == root else None
+        count = np.array([0 if data is None else data.size], np.int64)
+        self._wait(self._comm.Ibcast(count, root))
+        if data is None:
+            data = np.empty(count[0], np.uint8)
+        for begin in range(0, data.size, self.max_count):
+            self._wait(self._comm.Ibcast(data[begin : begin + self.max_count], root))
+        return value if self.rank == root else pickle.loads(data)
+
+    def gather(self, value, root=0):
+        """Any objects to one; see `SerialCommunicator.gather`."""
+        values = self.allgather_object(value if self.rank != root else None)
+        if self.rank != root:
+            return None
+        values[root] = value
+        return values
+
+    def allgather_object(self, value):
+        """Any objects to all; see `SerialCommunicator.allgather_object`."""
+        if self.size == 1:
+            return [value]
+        own = np.frombuffer(pickle.dumps(value), np.uint8)
+        counts = np.zeros(self.size, np.int64)
+        counts[self.rank] = own.size
+        self.allreduce_sum(counts)
+        ends = np.cumsum(counts)
+        data = np.empty(ends[-1], np.uint8)
+        data[ends[self.rank] - own.size : ends[self.rank]] = own
+        for begin, end, part in segments(counts.tolist(), self.max_count):
+            self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [data[begin:end], part]))
+        return [pickle.loads(data[end - count : end]) for end, count in zip(ends, counts)]
+
+    def barrier(self):
+        """Wait until every rank is here."""
+        self._wait(self._comm.Ibarrier())
+
+    def abort(self, code=1):
+        """End the whole job, also the ranks outside this communicator."""
+        self._MPI.COMM_WORLD.Abort(code)
+
+    def agree(self, description):
+        """Check equality over the ranks; see `SerialCommunicator.agree`."""
+        texts = _texts(description)
+        digest = hashlib.sha256(repr(sorted(texts.items())).encode()).digest()
+        if self._equal_everywhere(digest):
+            return
+        # The rare way: which item, then who holds what.
+        digests = {name: hashlib.sha256(text.encode()).digest() for name, text in texts.items()}
+        items = self.allgather_object(digests)
+        names = list(dict.fromkeys(name for each in items for name in each))
+        differing = [name for name in names if len({each.get(name) for each in items}) > 1]
+        item = differing[0]
+        holders = {}
+        for rank, text in enumerate(self.allgather_object(texts.get(item, "(missing)"))):
+            holders.setdefault(text, []).append(rank)
+        raise DisagreementError(item, holders, differing[1:])
+
+    def _equal_everywhere(self, digest):
+        # All ranks hold the same number when its minimum and its maximum are equal; min(~x) = ~max(x).
+        words = np.frombuffer(digest, np.int64)
+        both = np.concatenate([words, ~words])
+        self._wait(self._comm.Iallreduce(self._MPI.IN_PLACE, both, self._MPI.MIN))
+        return np.array_equal(both[: words.size], ~both[words.size :])
+
+    def abort_on_error(self):
+        """An error on any rank ends the job; see `SerialCommunicator.abort_on_error`."""
+        return AbortOnError(self._channel)
+
+    def _wait(self, request):
+        wait(request.Test)
+
+
+class _Channel:
+    """The way by which ranks hear of each other's failures; what `faults.AbortOnError` needs of MPI."""
+
+    def __init__(self, MPI, comm):
+        self._MPI = MPI
+        self._sent = []
+        self._senders = set()
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        world = MPI.COMM_WORLD
+        self._name = f"rank {self.rank} of {self.size}"
+        if self.size != world.size or self.rank != world.rank:
+            self._name += f" (rank {world.rank} of {world.size} in MPI.COMM_WORLD)"
+        self._name += f" on {socket.gethostname()}"
+
+    def describe(self):
+        return self._name
+
+    def usable(self):
+        """May this thread send messages now?"""
+        MPI = self._MPI
+        if MPI.Is_finalized() or self.comm == MPI.COMM_NULL:
+            return False
+        if threading.current_thread() is threading.main_thread():
+            return True
+        return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def tell_all(self):
+        token = np.zeros(1, np.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._sent = [(self.comm.Isend(token, other, _FAULT_TAG), token) for other in others]
+
+    def heard(self):
+        """The ranks that have said that they failed."""
+        status = self._MPI.Status()
+        while self.comm.Iprobe(self._MPI.ANY_SOURCE, _FAULT_TAG, status):
+            self.comm.Recv(np.empty(1, np.uint8), status.source, _FAULT_TAG)
+            self._senders.add(status.source)
+        return self._senders
+
+    def start_leave(self, token):
+        """Start telling all ranks that this one leaves; returns a test for completion and all tokens."""
+        tokens = np.zeros(self.size, np.int64)
+        tokens[self.rank] = token
+        request = self.comm.Iallgather(self._MPI.IN_PLACE, tokens)
+        return request.Test, tokens
+
+    def abort(self, code):
+        self._MPI.COMM_WORLD.Abort(code)
+
+
+def segments(shares, limit):
+    """Cut an exchange of uneven shares in consecutive pieces of at most `limit` elements.
+
+    Yields
+    ------
+    begin, end : int
+        The piece of the buffer.
+    counts : list of int
+        The elements of each rank's share that lie in it.
+    """
+    starts = np.concatenate([[0], np.cumsum(shares, dtype=np.int64)])
+    for begin in range(0, int(starts[-1]), limit):
+        end = min(begin + limit, int(starts[-1]))
+        inside = np.clip(starts, begin, end)
+        yield begin, end, np.diff(inside).tolist()
+
+
+def _texts(description):
+    for name, value in description.items():
+        if isinstance(value, np.ndarray):
+            raise ValueError(f"description[{name!r}]: got an array, wanted a value with a complete repr; give a digest")  # noqa: TRY004
+    return {str(name): repr(value) for name, value in description.items()}
+
+
+def _check_shares(buffer, shares, size):
+    if not isinstance(buffer, np.ndarray) or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise ValueError(f"buffer: got {_shape(buffer)}, wanted a contiguous 1-D array")
+    if buffer.dtype not in (np.float32, np.float64):
+        raise ValueError(f"buffer: got {buffer.dtype}, wanted float32 or float64")
+    if len(shares) != size:
+        raise ValueError(f"shares: got {len(shares)} shares, wanted one for each of the {size} ranks")
+    if min(shares) < 0 or sum(shares) != buffer.size:
+        raise ValueError(
+            f"shares: got {list(shares)} (sum {sum(shares)}), wanted counts >= 0 that sum to {buffer.size}"
+        )
+
+
+def _check_small(array):
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.kind not in "fiu":
+        raise ValueError(f"array: got {_shape(array)}, wanted a contiguous array of numbers")
+    return array
+
+
+def _shape(value):
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}, strides {value.strides}, {value.dtype}"
+    return type(value).__name__
+
+
+def _mpi():
+    """mpi4py's MPI module, started; NoMPIError where there is none."""
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise NoMPIError(f"mpi4py is not installed: {launcher.INSTALL_ADVICE}") from error
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, a library for it is not
+        reason = str(error).splitlines()[0]
+        message = f"mpi4py is installed, but MPI cannot be loaded ({reason}): {launcher.INSTALL_ADVICE}"
+        raise NoMPIError(message) from error
+    if not MPI.Is_initialized():
+        raise NoMPIError("mpi4py is told not to start MPI (mpi4py.rc.initialize = False): call MPI.Init_thread()")
+    return MPI
+
+
+def _library(MPI):
+    """`MPICH 5.0.2`, `Open MPI 5.0.11`, ..."""
+    line = MPI.Get_library_version().strip().splitlines()[0].split(",")[0]
+    return " ".join(line.replace("Version:", "").replace("Open MPI v", "Open MPI ").split())
+
+
+def _thread_level(MPI):
+    names = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return names[MPI.Query_thread()]

@@ -1,0 +1,241 @@
+"""How an error on one rank ends the whole job: never a hang, one traceback, a non-zero exit code.
+
+The paper's synchronous SGD waits for everybody in every step, so a rank that stops alone leaves all others
+waiting for ever.  `AbortOnError` is the policy; what it needs of MPI comes in through a small channel
+object (`communicator._Channel`), so this file imports no MPI and the policy can be read on its own:
+
+1. A rank that fails asks whether another one has failed before it.  If so it stays silent and waits to be
+   ended.
+2. Otherwise it tells all others and listens for `ELECTION` seconds; of those that failed at the same time
+   the lowest rank speaks.  It prints its traceback, then aborts the job.
+3. An error that all ranks raise together (`raised_on_all_ranks`) needs no election: rank 0 speaks.
+4. `sys.exit` is an orderly end when every rank leaves the block within `EXIT_GRACE` seconds, and an error
+   otherwise.
+5. Whatever goes wrong meanwhile, `DEADLINE` seconds after the failure the process is gone.
+"""
+
+import faulthandler
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+ELECTION = 0.3  # [s] long against the latency of a message, short for a human
+EXIT_GRACE = 3.0  # [s] how long a rank that called sys.exit waits for the others to do the same
+SILENCE = 6.0  # [s] how long a silent rank waits to be ended by the one that speaks
+DEADLINE = 15.0  # [s] after a failure, until the process is ended by force
+_FORWARDING = 0.1  # [s] for the launcher to forward the traceback before the abort makes it close the pipes
+
+_failing = threading.Lock()  # held for good by the first thread of this process that fails
+
+
+class CollectiveError(Exception):
+    """Base of the errors that every rank raises together, for the same reason, with the same text.
+
+    Raise it (or any exception whose `raised_on_all_ranks` is true) only after an exchange by which all
+    ranks know: then one rank prints it and the job ends.
+    """
+
+    raised_on_all_ranks = True
+
+
+class DisagreementError(CollectiveError, ValueError):
+    """Ranks that must hold equal values do not; raised on all of them with the same text.
+
+    Attributes
+    ----------
+    item : str
+        Name of the first item that differs.
+    values : dict
+        Maps each value (as text) to the list of the ranks that hold it.
+    others : list of str
+        Names of further items that differ.
+    """
+
+    def __init__(self, item, values, others=()):
+        held = "; ".join(f"{_rank_list(ranks)}: {_short(text)}" for text, ranks in values.items())
+        names = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
+        more = f" (also different: {names})" if others else ""
+        super().__init__(f"the ranks disagree about {item}: {held}{more}")
+        self.item = item
+        self.values = values
+        self.others = list(others)
+
+
+def wait(test, timeout=None):
+    """Call `test` until it is true; give the core away between calls.
+
+    Blocking MPI calls spin.  With more ranks than cores that is ruinous (measured: an allgather of 64 MB
+    over 4 ranks on 2 cores took 2400 ms blocking and 30 ms this way), and no signal is handled meanwhile.
+
+    Returns
+    -------
+    bool
+        False when `timeout` seconds [s] have passed.
+    """
+    start = time.monotonic()
+    while not test():
+        waited = time.monotonic() - start
+        if timeout is not None and waited > timeout:
+            return False
+        if waited < 1e-3:
+            os.sched_yield()
+        else:
+            time.sleep(5e-5 if waited < 1.0 else 1e-3)
+    return True
+
+
+class AbortOnError:
+    """Context manager of `Communicator.abort_on_error`; see the module's head for the rules.
+
+    Parameters
+    ----------
+    channel : object or None
+        The way to the other ranks; None when this process is alone.  Then errors simply propagate, and an
+        error in another thread interrupts the main one.
+    """
+
+    def __init__(self, channel):
+        self._channel = channel
+        self._thread_error = None
+        self._previous_hook = None
+        self._hook = None
+
+    def __enter__(self):
+        self._previous_hook = threading.excepthook
+        self._hook = self._thread_failed if self._channel is not None else self._thread_failed_alone
+        threading.excepthook = self._hook
+        return self
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if self._channel is not None:
+                self._leave(error)
+            elif self._thread_error is not None:
+                name, cause = self._thread_error
+                raise RuntimeError(f"thread {name!r} failed: {cause!r}") from cause
+        finally:
+            if threading.excepthook == self._hook:
+                threading.excepthook = self._previous_hook
+        return False
+
+    def _leave(self, error):
+        """Leave the block together with the other ranks, or end the job."""
+        try:
+            if error is None:
+                self._all_leave(None, None)
+                return
+            if isinstance(error, SystemExit) and self._all_leave(error, EXIT_GRACE):
+                return
+        except KeyboardInterrupt as interrupt:  # Ctrl-C while waiting
+            error = error or interrupt
+        self._fail(error, None)
+
+    def _all_leave(self, error, timeout):
+        """Wait until every rank leaves the block; of equal exit messages let one be printed."""
+        if not self._channel.usable():
+            return False if error is not None else None
+        test, tokens = self._channel.start_leave(_exit_token(error))
+        if not wait(test, timeout):
+            return False
+        if error is not None and isinstance(error.code, str):
+            own = tokens[self._channel.rank]
+            if any(token == own for token in tokens[: self._channel.rank]):
+                error.code = 1
+        return True
+
+    def _thread_failed(self, args):
+        self._fail(_error_of(args), getattr(args.thread, "name", "unknown"))
+
+    def _thread_failed_alone(self, args):
+        """A thread failed in a job of one process: stop the main thread, which raises at the block's end."""
+        error, name = _error_of(args), getattr(args.thread, "name", "unknown")
+        self._thread_error = (name, error)
+        faulthandler.dump_traceback_later(DEADLINE, exit=True)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            if wait(lambda: threading.excepthook != self._hook, SILENCE):
+                faulthandler.cancel_dump_traceback_later()
+                return
+        _print_report(f"thread {name!r} failed", error)
+        os._exit(exit_code(error))
+
+    def _fail(self, error, thread):
+        """Report `error` once in the whole job and end the job; does not return."""
+        if not _failing.acquire(blocking=False):  # another thread of this process is at it already
+            time.sleep(DEADLINE)
+            os._exit(1)
+        faulthandler.dump_traceback_later(DEADLINE, exit=True)
+        try:
+            if not self._speaks(error):
+                time.sleep(SILENCE)  # the speaker ends the job meanwhile
+            _print_report(self._channel.describe() + _circumstance(error, thread, self._channel.size), error)
+            time.sleep(_FORWARDING)
+            self._channel.abort(exit_code(error))
+        finally:
+            os._exit(exit_code(error))
+
+    def _speaks(self, error):
+        channel = self._channel
+        if getattr(error, "raised_on_all_ranks", False):
+            return channel.rank == 0
+        if not channel.usable():
+            return True
+        if channel.heard():
+            return False
+        channel.tell_all()
+        # A lower rank that failed at the same moment speaks in our place.
+        return not wait(lambda: any(rank < channel.rank for rank in channel.heard()), ELECTION)
+
+
+def exit_code(error):
+    """Exit code of the job for the error that ended it; never 0, for the job did not reach its end."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) and 0 < error.code < 256 else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _error_of(args):
+    return args.exc_value if args.exc_value is not None else args.exc_type()
+
+
+def _exit_token(error):
+    """A number that is 0 for a normal end and equal for equal exit codes or messages."""
+    if error is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(repr(error.code).encode()).digest()[:7], "little") + 1
+
+
+def _circumstance(error, thread, size):
+    if getattr(error, "raised_on_all_ranks", False):
+        return f": all {size} ranks stop with this error; the job ends"
+    text = "" if thread is None else f", thread {thread!r}"
+    if isinstance(error, SystemExit):
+        return f"{text} called sys.exit({error.code!r}) while other ranks were still at work; the job ends"
+    return f"{text} failed; the job ends"
+
+
+def _print_report(headline, error):
+    trace = "".join(traceback.format_exception(error))
+    sys.stdout.flush()
+    sys.stderr.write(f"pcldnn: {headline}\n{trace}")  # one write, so that ranks do not mix within it
+    sys.stderr.flush()
+
+
+def _short(text, limit=500):
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _rank_list(ranks):
+    """`ranks 0, 2-5` of an ascending list."""
+    runs = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:16])
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{', ...' if len(runs) > 16 else ''}"
