@@ -173,7 +173,7 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
-         threads: int = 1, training: bool = True, block: int = kernels.SIMD_WIDTH) -> Plan:  # fmt: skip
+         threads: int = 1, training: bool = True, block: int | None = None) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
@@ -187,7 +187,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         Of each rank.
     training : bool
         False: forward passes only, and activations are not kept.
-    block : int
+    block : int, optional
         SIMD width; by default that of this process's kernels.
 
     Raises
@@ -198,6 +198,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
     for name, value in (("minibatch", minibatch), ("ranks", ranks), ("threads", threads)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")
+    block = block or kernels.SIMD_WIDTH
     named = name_layers(layers)
     images = shares(minibatch, ranks)[0]
     first = layout = input_layout(named, input_shape, block)

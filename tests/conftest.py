@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from pcldnn import _kernels
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -123,3 +125,13 @@ def _kill(pid, number):
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+@pytest.fixture(params=sorted(_kernels.targets))
+def target(request, monkeypatch):
+    """Run the test on each target that this CPU runs, as if PCLDNN_ISA had asked for it; the target's module."""
+    module = _kernels.targets[request.param]
+    monkeypatch.setattr(_kernels, "_target", module)
+    monkeypatch.setattr(_kernels, "TARGET", request.param)
+    monkeypatch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
+    return module

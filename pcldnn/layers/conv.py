@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcldnn import _kernels as kernels
-from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, pair
+from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
 
 
 def windows(size: int, kernel: int, stride: int, padding: int) -> int:

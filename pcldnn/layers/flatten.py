@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcldnn.layout import Layout
 from pcldnn.layers.base import Layer
+from pcldnn.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcldnn import _kernels as kernels
-from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, by_image
+from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcldnn import _kernels as kernels
-from pcldnn.layout import Layout
 from pcldnn.layers.base import Layer, pair
+from pcldnn.layout import Layout
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool) -> int:
