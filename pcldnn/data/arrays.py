@@ -2,6 +2,7 @@
 
 import os
 import warnings
+import zipfile
 
 import numpy as np
 
@@ -74,9 +75,7 @@ def open_arrays(path, num_classes=None):
         arrays = _load(path)
         missing = [key for key in ("images", "labels") if key not in arrays]
         if missing:
-            raise ValueError(
-                f"{path}: wanted arrays images and labels, got {', '.join(arrays.files) or 'none'}"
-            )
+            raise ValueError(f"{path}: wanted arrays images and labels, got {', '.join(arrays) or 'none'}")
         pairs = [(arrays["images"], arrays["labels"], path)]
         if "val_images" in arrays:
             if "val_labels" not in arrays:
@@ -123,8 +122,9 @@ def _validation_path(path):
 
 def _load(path, mmap_mode=None):
     try:
-        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        loaded = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        return dict(loaded) if isinstance(loaded, np.lib.npyio.NpzFile) else loaded
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

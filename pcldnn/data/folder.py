@@ -39,6 +39,8 @@ class FolderDataset(Dataset):
     """
 
     def __init__(self, root, augment=None, channels=3):
+        if channels not in (1, 3):
+            raise ValueError(f"channels: got {channels}, wanted 3 (RGB) or 1 (grey)")
         self.root = os.fspath(root)
         self.augment = augment or Augment.photos(224, channels)
         self.channels = channels
@@ -111,25 +113,38 @@ def _class_folders(root):
 
 def _image_files(root, class_name):
     """[(path relative to root, size in bytes)] in byte order, and the paths that are no images."""
-    found, ignored = [], []
-    for folder, _, names in os.walk(os.path.join(root, class_name), onerror=_raise, followlinks=True):
-        for name in names:
-            path = os.path.join(folder, name)
-            relative = os.path.relpath(path, root)
-            if name.startswith("."):
-                continue
-            if name.lower().endswith(decode.ENDINGS) or _looks_like_image(path):
-                found.append((relative, os.stat(path).st_size))
-            else:
-                ignored.append(relative)
+    found, ignored, folders = [], [], [class_name]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(os.path.join(root, folder)) as entries:
+                for entry in entries:
+                    path = f"{folder}/{entry.name}"
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir():
+                        folders.append(path)
+                    elif entry.name.lower().endswith(decode.ENDINGS) or _looks_like_image(entry.path):
+                        found.append((path, _size(entry)))
+                    else:
+                        ignored.append(path)
+        except OSError as error:
+            raise ValueError(f"image folder {os.path.join(root, folder)}: {error.strerror}") from error
     found.sort(key=lambda item: os.fsencode(item[0]))
     return found, sorted(ignored, key=os.fsencode)
 
 
+# A file that cannot even be opened stays in the list: reading it names it, and skip_damaged applies.
 def _looks_like_image(path):
-    with open(path, "rb") as file:
-        return decode.image_format(file.read(16)) is not None
+    try:
+        with open(path, "rb") as file:
+            return decode.image_format(file.read(16)) is not None
+    except OSError:
+        return True
 
 
-def _raise(error):
-    raise ValueError(f"image folder {error.filename}: {error.strerror}") from error
+def _size(entry):
+    try:
+        return entry.stat().st_size
+    except OSError:
+        return -1

@@ -12,6 +12,7 @@ resumed at.
 
 import operator
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -127,13 +128,11 @@ class Loader:
         self.augment = augment or dataset.augment or Augment(dataset.sample_shape[1:])
         self.sample_shape = (dataset.sample_shape[0], *self.augment.size)
         self.steps_per_epoch = -(-len(dataset) // minibatch)
-        largest = min(minibatch, len(dataset))
-        self.max_local = max(
-            stop - start
-            for start, stop in (share(count, size, rank) for count in {largest, len(dataset) % minibatch})
-        )
+        start, stop = share(min(minibatch, len(dataset)), size, rank)
+        self.max_local = stop - start
         self.prefetch = prefetch if threads else 0
         self.damaged, self.waited = {}, 0.0
+        self._reported = set()
         self._workers = Workers(threads) if threads else None
         self._threads = threads
         self._buffers = BufferPool((self.max_local, *self.sample_shape))
@@ -222,6 +221,7 @@ class Loader:
             pending.cancel()
             raise
         self.waited += time.perf_counter() - began
+        self._report_damaged()
         if kept.all():
             return batch
         return Batch(
@@ -233,6 +233,13 @@ class Loader:
             batch.epoch,
             batch.step_in_epoch,
         )
+
+    def _report_damaged(self):
+        """Warn once of each damaged sample, from the consumer's thread."""
+        for index in sorted(self.damaged.keys() - self._reported):
+            self._reported.add(index)
+            what = "another sample of its class is used instead" if self.training else "it is left out"
+            warnings.warn(f"{self.damaged[index]}; {what}", RuntimeWarning, stacklevel=4)
 
     def _fill(self, batch, kept, positions):
         """Read and prepare some samples of a batch (in a thread)."""

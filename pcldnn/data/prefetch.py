@@ -19,6 +19,7 @@ class Workers:
 
     def __init__(self, threads):
         self._queue = queue.SimpleQueue()
+        self.stopped = threading.Event()
         self._threads = [
             threading.Thread(target=_work, args=(self._queue,), name=f"pcldnn-data-{i}", daemon=True)
             for i in range(threads)
@@ -26,7 +27,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
         # Runs at close(), when this object is collected, or at the interpreter's exit, whichever comes first.
-        self.close = weakref.finalize(self, _stop, self._queue, self._threads)
+        self.close = weakref.finalize(self, _stop, self.stopped, self._queue, self._threads)
 
     def submit(self, task):
         self._queue.put(task)
@@ -38,8 +39,9 @@ def _work(tasks):  # a function, not a method: a waiting thread must not keep it
         del task  # do not hold the last one's memory while waiting for the next
 
 
-def _stop(tasks, threads, patience=5.0):
-    """End the threads after what is queued; wait, but not for ever: a read from a dead disk may not end."""
+def _stop(stopped, tasks, threads, patience=2.0):
+    """End the threads; wait for them, but not for ever: a read from a dead disk may not end."""
+    stopped.set()  # what is still queued becomes a no-op
     for _ in threads:
         tasks.put(None)
     end = time.monotonic() + patience
@@ -60,7 +62,8 @@ class Pending:
     def __init__(self, parts, workers=None):
         self._left = len(parts)
         self._errors = {}
-        self._cancelled = False
+        self._cancelled = threading.Event()
+        self._stopped = workers.stopped if workers else self._cancelled
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._parts = [] if workers else parts
@@ -72,7 +75,9 @@ class Pending:
 
     def _run(self, number, part):
         try:
-            if not self._cancelled:
+            if self._stopped.is_set():
+                self._cancelled.set()
+            if not self._cancelled.is_set():
                 part()
         except BaseException as error:  # noqa: BLE001  even SystemExit: wait() raises it again
             self._errors[number] = error
@@ -89,12 +94,12 @@ class Pending:
         self._done.wait()
         if self._errors:
             raise self._errors[min(self._errors)]
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise RuntimeError("the Loader was closed while its batches were being read")
 
     def cancel(self):
         """Parts that have not begun will do nothing."""
-        self._cancelled = True
+        self._cancelled.set()
 
 
 class BufferPool:
@@ -112,6 +117,8 @@ class BufferPool:
 
     def take(self, count):
         """Uninitialised float32 array of shape (count, ...), count <= the largest."""
+        if 0 in self._shape:
+            return np.empty((count, *self._shape[1:]), dtype=np.float32)
         try:
             memory = self._free.pop()
         except IndexError:
