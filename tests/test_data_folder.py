@@ -306,7 +306,7 @@ def test_skip_gives_up_when_a_class_has_nothing_left(tmp_path):
 
 
 def test_digits_as_a_folder_of_odd_files(tmp_path):
-    """The embedded digits as JPEG files, with a truncated, a grey, a CMYK and a wrongly named one among them."""
+    """The embedded digits as JPEG files, a truncated, a CMYK and a wrongly named one among them."""
     for split in ("train", "test"):
         digits = Digits(split)
         for i in range(0, len(digits), 50):

@@ -144,8 +144,7 @@ class Loader:
         return self.batches(number, start, max(0, self.steps_per_epoch - start))
 
     def batches(self, epoch=0, step=0, steps=None):
-        """Batches from step `step` of epoch `epoch` on, across the ends of epochs, for ever or for `steps`
-        batches.
+        """Batches from step `step` of epoch `epoch` on, across the ends of epochs; `steps` of them, or for ever.
 
         Reading ahead goes across the end of an epoch as well, but not past `steps`.
         """
@@ -204,8 +203,7 @@ class Loader:
             self._buffers.take(len(ids)), self.dataset.labels[ids], ids, len(minibatch), start, epoch, step
         )
         kept = np.ones(len(ids), dtype=bool)
-        # Parts of a few samples: one part a sample costs too much for tiny images, one a thread balances
-        # badly.
+        # A few samples a part: one alone costs too much for tiny images, a thread's whole share balances badly.
         part = max(1, min(16, len(ids) // (4 * max(1, self._threads))))
         parts = [
             partial(self._fill, batch, kept, range(i, min(i + part, len(ids))))
@@ -254,6 +252,8 @@ class Loader:
             except DataError as error:
                 if error.index is None:
                     raise DataError(error.reason, error.path, index) from error
+                raise
+            except KeyboardInterrupt:
                 raise
             except BaseException as error:
                 raise DataError(

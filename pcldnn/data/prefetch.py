@@ -123,9 +123,8 @@ class BufferPool:
             memory = self._free.pop()
         except IndexError:
             memory = np.empty(self._shape, dtype=np.float32)
-        # Through a memoryview every view of `array`, and views of those, keep `array` itself alive: NumPy
-        # would otherwise make them refer to `memory` directly, and we could not tell when the last one is
-        # gone.
+        # NumPy lets a view of a view refer to the array that owns the memory. With a memoryview between, that is
+        # the array made here, and it is collected when the last view of it is gone.
         array = np.frombuffer(memoryview(memory).cast("B"), dtype=np.float32).reshape(self._shape)
         weakref.finalize(array.base, self._free.append, memory).atexit = False
         return array[:count]
