@@ -144,7 +144,7 @@ class Loader:
         return self.batches(number, start, max(0, self.steps_per_epoch - start))
 
     def batches(self, epoch=0, step=0, steps=None):
-        """Batches from step `step` of epoch `epoch` on, across the ends of epochs; `steps` of them, or for ever.
+        """Batches from step `step` of epoch `epoch` on, across the ends of epochs: `steps`, or for ever.
 
         Reading ahead goes across the end of an epoch as well, but not past `steps`.
         """
@@ -203,7 +203,7 @@ class Loader:
             self._buffers.take(len(ids)), self.dataset.labels[ids], ids, len(minibatch), start, epoch, step
         )
         kept = np.ones(len(ids), dtype=bool)
-        # A few samples a part: one alone costs too much for tiny images, a thread's whole share balances badly.
+        # A few samples a part: single tiny images cost too much, a thread's whole share balances badly.
         part = max(1, min(16, len(ids) // (4 * max(1, self._threads))))
         parts = [
             partial(self._fill, batch, kept, range(i, min(i + part, len(ids))))

@@ -123,8 +123,8 @@ class BufferPool:
             memory = self._free.pop()
         except IndexError:
             memory = np.empty(self._shape, dtype=np.float32)
-        # NumPy lets a view of a view refer to the array that owns the memory. With a memoryview between, that is
-        # the array made here, and it is collected when the last view of it is gone.
+        # NumPy lets a view of a view refer to the array that owns the memory. With a memoryview between,
+        # that is the array made here, and it is collected when the last view of it is gone.
         array = np.frombuffer(memoryview(memory).cast("B"), dtype=np.float32).reshape(self._shape)
         weakref.finalize(array.base, self._free.append, memory).atexit = False
         return array[:count]
