@@ -23,6 +23,8 @@ import secrets
 
 import numpy as np
 
+from pcldnn.faults import CollectiveError
+
 MOMENTUM_PREFIX = "momentum."
 
 _MAX_HEADER_BYTES = 100_000_000      # the format's own limit
@@ -35,6 +37,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items() if code != "BF16"}
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or a file is no checkpoint that can be read."""
+
+
+class CollectiveCheckpointError(CollectiveError, CheckpointError):
+    """The same, raised on every rank together: no reason to end the job."""
 
 
 class Reader:
@@ -355,7 +361,7 @@ def save_collective(path, shapes, batches, metadata, communicator):
             writer.discard()
     message = communicator.broadcast(None if failure is None else str(_write_error(path, failure)))
     if message is not None:
-        raise CheckpointError(message) from failure
+        raise CollectiveCheckpointError(message) from failure
 
 
 class CollectiveReader:
@@ -382,7 +388,7 @@ class CollectiveReader:
                 error = str(caught)
         value, error = self._communicator.broadcast((value, error))
         if error is not None:
-            raise CheckpointError(error)
+            raise CollectiveCheckpointError(error)
         return value
 
     def read(self, name):

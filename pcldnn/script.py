@@ -1,0 +1,141 @@
+"""What the training scripts share: from flags to a finished run. The flags themselves are in arguments.py."""
+import contextlib
+import signal
+import sys
+
+from pcldnn import __version__, _kernels, optim
+from pcldnn.arguments import parse, settings_of
+from pcldnn.communicator import LaunchError, create
+from pcldnn.data import open_dataset, open_synthetic
+from pcldnn.faults import CollectiveError
+from pcldnn.machine import threads_per_rank
+from pcldnn.train import Trainer
+
+
+class UsageError(CollectiveError):
+    """What the user asked for cannot be done; known to all ranks, told in one line."""
+
+
+def main(job, argv=None):
+    """Run a training script: parse, open data, build the network, train.
+
+    Parameters
+    ----------
+    job : Job
+    argv : list of str, optional
+        Default: the process's.
+
+    Returns
+    -------
+    int
+        Exit code, the same on every rank.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        communicator = create(single_process="--single-process" in argv)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with communicator, communicator.abort_on_error():
+        try:
+            return _train(job, parse(job, argv, communicator), communicator)
+        except CollectiveError as error:
+            if communicator.rank == 0:
+                print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+def _train(job, args, communicator):
+    train, validation = together(communicator, lambda: open_data(job, args))
+    network = together(communicator, lambda: job.build(train.num_classes, train.sample_shape, args.dropout, args.seed))
+    optimizer = together(communicator, lambda: optim.SGD(schedule(args), args.momentum, args.weight_decay))
+    threads, reason = threads_per_rank(communicator.ranks_sharing_cores, args.threads)
+    warning = communicator.oversubscription(threads)
+    if communicator.rank == 0:
+        print(banner(communicator, threads, reason), flush=True)
+        print(describe(job, args, network, train, validation), flush=True)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    trainer = Trainer(network, optimizer, communicator, threads)
+    with stop_signals(trainer):
+        result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
+                             checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
+                             log_interval=args.log_interval, settings=settings_of(args),
+                             threads=args.data_threads, skip_damaged=args.skip_damaged)
+    return 1 if result.checkpoint_error else 0
+
+
+def together(communicator, function):
+    """Call `function` on every rank; if the user's input stops one of them, all raise the same UsageError."""
+    value, problem = None, None
+    try:
+        value = function()
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = communicator.allgather_object(problem)
+    found = {}
+    for rank, text in enumerate(problems):
+        if text is not None:
+            found.setdefault(text, rank)
+    if found:
+        here = None in problems or len(found) > 1       # not the same everywhere: say where
+        raise UsageError("; ".join(f"rank {rank}: {text}" if here else text for text, rank in found.items()))
+    return value
+
+
+def open_data(job, args):
+    """The data sets (train, validation) that the flags name."""
+    if args.synthetic:
+        shape = job.synthetic_shape(args.image_size or job.image_size)
+        length = args.minibatch * min(max(args.steps or 0, 1), 64)
+        train, validation = open_synthetic(shape, args.classes or job.classes, length, args.seed)
+    else:
+        train, validation = open_dataset(args.data, image_size=args.image_size, num_classes=args.classes,
+                                         scale=args.scale, mirror=args.mirror, shift=args.shift)
+    return train, None if args.no_validation else validation
+
+
+def schedule(args):
+    """The learning rate that the flags describe."""
+    if args.lr_schedule == "step":
+        return optim.StepDecay(args.lr, args.lr_every, args.lr_factor)
+    if args.lr_schedule == "poly":
+        return optim.PolynomialDecay(args.lr, max(args.epochs, 1), args.lr_power)
+    return optim.Constant(args.lr)
+
+
+def banner(communicator, threads, reason):
+    """What the run runs on: ranks, nodes, threads of a rank and why, ISA, MPI library."""
+    ranks, nodes = communicator.size, communicator.nodes
+    mpi = communicator.library if communicator.library != "none" else f"no MPI ({communicator.note})"
+    return (f"pcldnn {__version__}: {_count(ranks, 'rank')} on {_count(nodes, 'node')}, {_count(threads, 'thread')} "
+            f"each ({reason}), ISA {_kernels.TARGET} with {_kernels.SIMD_WIDTH} floats a vector, {mpi}")
+
+
+def describe(job, args, network, train, validation):
+    """What is trained on what, and how."""
+    shape = "x".join(map(str, train.sample_shape))
+    images = f"{len(train):,} images {shape}, {_count(train.num_classes, 'class', 'classes')}"
+    validated = f"{len(validation):,} to validate on" if validation is not None else "no validation"
+    plan = network.plan(args.minibatch)
+    return (f"{job.title}: {network.parameter_count:,} parameters, {plan.flop() / 1e9:,.2f} Gflop an image trained\n"
+            f"data: {train.name}: {images}; {validated}\n"
+            f"minibatch {args.minibatch}, epochs {args.epochs}, {schedule(args)}, momentum {args.momentum}, weight decay "
+            f"{args.weight_decay}, dropout {args.dropout}, seed {args.seed}")
+
+
+def _count(number, one, many=None):
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+@contextlib.contextmanager
+def stop_signals(trainer):
+    """SIGTERM and SIGUSR1 on any rank end training after the step at hand, on all ranks, with a checkpoint."""
+    def stop(number, _):
+        trainer.request_stop(signal.Signals(number).name)
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
