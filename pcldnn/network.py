@@ -286,7 +286,8 @@ class Network:
 
     def backward(self) -> None:
         """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
-        dy = self._output_grad[: len(self._started("backward").sample_ids)]
+        step = self._started("backward")
+        dy = self._output_grad[: len(step.sample_ids)]
         for unit in reversed(self._units):
             if unit.plan.weight_grad:
                 self._run(unit, "weight_grad", dy)
