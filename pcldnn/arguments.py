@@ -195,7 +195,8 @@ def parse(job, argv, communicator, prog=None):
         stored = {}
         if args.resume is not None:
             with CollectiveReader(args.resume, communicator) as reader:
-                stored = reader.metadata.get("settings", {})
+                stored = {name: reader.metadata[name] for name in SETTINGS if name in reader.metadata}
+                stored.update(reader.metadata.get("settings", {}))
         fill(job, args, stored)
         if not args.synthetic and args.data is None and job.digits is None:
             parser.error("--data or --synthetic is needed")

@@ -46,9 +46,12 @@ class TrainingDiverged(CollectiveError, ArithmeticError):
 
     def __init__(self, step, loss, culprits):
         self.step, self.loss, self.culprits = step, loss, culprits
-        where = "; ".join(f"rank {rank}: first seen in {name}" for rank, name in sorted(culprits.items()))
+        first = {}
+        for rank, name in sorted(culprits.items()):
+            first.setdefault(name, rank)
+        where = "; ".join(f"first seen in {name} on rank {rank}" for name, rank in first.items())
         super().__init__(f"the loss of step {step} is {loss} ({where}). No weight was changed by this step. A smaller "
-                         "learning rate (--lr) is the usual cure; look at the data if it happens at the first step.")
+                         "learning rate (--lr) is the usual cure; look at the data if it was in the input.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Trainer:
         self._stop_reason = None
 
     def request_stop(self, reason="requested"):
-        """Ask all ranks to stop after the step at hand. One rank is enough; safe in a signal handler."""
+        """Ask all ranks to stop, one step later at most. One rank is enough; safe in a signal handler."""
         self._stop_reason = reason
 
     def fit(self, train, validation=None, *, minibatch, epochs=1, steps=None, checkpoint=None, resume=None,
