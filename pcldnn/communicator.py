@@ -73,7 +73,7 @@ def create(comm=None, single_process=False):
 
 
 def mpi_information():
-    """What `pcldnn info` says about MPI: strings `library`, `mpi4py`, `thread_level`, `advice`; starts MPI."""
+    """What `pcldnn info` says of MPI: a dict of `library`, `mpi4py`, `thread_level`, `advice`; starts MPI."""
     try:
         MPI = _mpi()
     except NoMPIError as error:
@@ -455,7 +455,7 @@ def segments(shares, limit):
 def _texts(description):
     for name, value in description.items():
         if isinstance(value, np.ndarray):
-            raise ValueError(f"description[{name!r}]: got an array, wanted a value with a complete repr; give a digest")  # noqa: TRY004
+            raise ValueError(f"description[{name!r}]: got an array, wanted a digest of it")  # noqa: TRY004
     return {str(name): repr(value) for name, value in description.items()}
 
 
@@ -495,7 +495,7 @@ def _mpi():
         message = f"mpi4py is installed, but MPI cannot be loaded ({reason}): {launcher.INSTALL_ADVICE}"
         raise NoMPIError(message) from error
     if not MPI.Is_initialized():
-        raise NoMPIError("mpi4py is told not to start MPI (mpi4py.rc.initialize = False): call MPI.Init_thread()")
+        raise NoMPIError("mpi4py was told not to start MPI (mpi4py.rc.initialize): call MPI.Init_thread() first")
     return MPI
 
 

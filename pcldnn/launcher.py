@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 
 INSTALL_ADVICE = (
-    "pip install 'pcldnn[mpich]' brings MPICH and its mpirun as a wheel; to use the MPI of this system instead: "
+    "pip install 'pcldnn[mpich]' brings MPICH and its mpirun as a wheel; to use the MPI of this system instead, "
     "pip install mpi4py with that MPI's libraries on the loader's path (on a cluster: load its MPI module)"
 )
 
@@ -80,7 +80,7 @@ def launches(environ=None):
 
 
 def mismatch(library=None, environ=None):
-    """Explain why a process that MPI calls rank 0 of 1 is in truth one of several.  For an MPI size of 1 only.
+    """Explain why a process that MPI calls rank 0 of 1 is in truth one of several; for an MPI size of 1.
 
     Parameters
     ----------
@@ -102,8 +102,8 @@ def mismatch(library=None, environ=None):
         why = f"no MPI is available to this Python, so the tasks cannot see each other. {INSTALL_ADVICE}"
     else:
         why = (
-            f"{library} (the MPI behind mpi4py here) sees one process, so the launcher belongs to another MPI or "
-            "offers no process management that this MPI understands. Use the mpirun beside this Python "
+            f"{library} (the MPI behind mpi4py here) sees one process, so the launcher belongs to another MPI "
+            "or offers no process management that this MPI understands. Use the mpirun beside this Python "
             f"({_mpirun_hint()}), or install an mpi4py that uses the launcher's own MPI; under Slurm look at "
             "srun --mpi=list"
         )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+import pcldnn
 from pcldnn import _kernels
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -30,16 +31,18 @@ class MPIRun(NamedTuple):
     @property
     def output(self):
         """Everything it said, for the message of an assertion."""
-        return f"exit code {self.returncode} after {self.seconds:.1f} s\n--- stdout\n{self.stdout}--- stderr\n{self.stderr}"
+        end = f"exit code {self.returncode} after {self.seconds:.1f} s"
+        return f"{end}\n--- stdout\n{self.stdout}--- stderr\n{self.stderr}"
 
 
 @pytest.fixture(scope="session")
 def run_mpi():
     """`run_mpi(ranks, script_or_args, timeout=60, env=None, check=True)` -> MPIRun.
 
-    Runs a Python file (a path relative to the repository, or a list of it and its arguments) on `ranks` ranks, under the
-    mpirun that belongs to this Python's mpi4py.  After `timeout` seconds [s] every process of the job prints where it
-    is, is killed, and the test fails.  With `check` a non-zero exit code fails the test.  Skips where there is no MPI.
+    Runs a Python file (a path relative to the repository, or a list of it and its arguments) on `ranks`
+    ranks, under the mpirun that belongs to this Python's mpi4py.  After `timeout` seconds [s] every process
+    of the job prints where it is, is killed, and the test fails.  With `check` a non-zero exit code fails
+    the test.  Skips where there is no MPI.
     """
     mpirun_command()
     return _run_mpi
@@ -51,14 +54,15 @@ def _run_mpi(ranks, script_or_args, timeout=60, env=None, check=True):
     command = [*mpirun_command(), "-n", str(ranks), sys.executable, *map(str, arguments)]
     mark = f"PCLDNN_TEST_RUN={uuid.uuid4().hex}"  # by which all processes of the job are found again
     environment = {**os.environ, **(env or {}), **dict([mark.split("=")]), "PYTHONFAULTHANDLER": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    # The ranks test the same pcldnn as this process, installed or in place.
+    package = str(Path(pcldnn.__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     # Files, not pipes: a process that outlives its job would keep a pipe open.
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         start = time.monotonic()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            start_new_session=True,
         )
         in_time = True
         try:
@@ -81,9 +85,12 @@ def _run_mpi(ranks, script_or_args, timeout=60, env=None, check=True):
 
 @cache
 def mpirun_command():
-    """The start of a command line of the mpirun that fits this Python's mpi4py; skips the test where there is none."""
-    question = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=60, check=False)
+    """The mpirun that fits this Python's mpi4py, with its options; skips the test where there is none."""
+    question = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI\n"
+        "print(MPI.Get_library_version())"
+    )
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=60)
     if answer.returncode != 0:
         pytest.skip("no MPI: pip install 'pcldnn[mpich]'")
     beside = Path(sys.executable).parent / "mpirun"
@@ -91,7 +98,8 @@ def mpirun_command():
     if mpirun is None:
         pytest.skip("mpi4py is here, but no mpirun, neither beside this Python nor on PATH")
     if "Open MPI" in answer.stdout:
-        return [mpirun, "--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
+        as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+        return [mpirun, "--oversubscribe", "--bind-to", "none", *as_root]
     return [mpirun]
 
 
@@ -108,8 +116,9 @@ def _end(process, mark, dump):
 
 
 def _marked(mark):
-    """Processes with `mark` in their environment.  Process groups would not do: Open MPI gives each rank its own."""
-    return [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if mark in _text(f"/proc/{pid}/environ")]
+    """Processes with `mark` in their environment; process groups would not do, Open MPI makes one a rank."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid in pids if mark in _text(f"/proc/{pid}/environ")]
 
 
 def _text(path):

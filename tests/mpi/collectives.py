@@ -1,7 +1,7 @@
-"""Every exchange of the Communicator against NumPy, on random shapes; run under mpirun on any number of ranks.
+"""Every exchange of the Communicator against NumPy, on random shapes; for any number of ranks under mpirun.
 
-Rank 0 draws the cases with hypothesis and sends them to the others, so that all ranks see the same one also while a
-failing case is being shrunk; whether a case holds is decided together.
+Rank 0 draws the cases with hypothesis and sends them to the others, so that all ranks see the same one also
+while a failing case is being shrunk; whether a case holds is decided together.
 """
 
 import sys
@@ -41,7 +41,8 @@ def holds(comm, case):
     right.append(adjoint(comm, shares, everyone[comm.rank], start, stop))
 
     s = everyone[comm.rank].astype(np.float64)
-    right.append(comm.allreduce_sum(s) is s and np.array_equal(s, sum(e.astype(np.float64) for e in everyone)))
+    expected = sum(each.astype(np.float64) for each in everyone)
+    right.append(comm.allreduce_sum(s) is s and np.array_equal(s, expected))
 
     root = case["seed"] % comm.size
     own = {"rank": comm.rank, "data": everyone[comm.rank].tobytes()}
@@ -53,7 +54,7 @@ def holds(comm, case):
 
 
 def adjoint(comm, shares, x, start, stop):
-    """<F x, y> = <x, F* y> for F = reduce_scatter, F* = allgather; x lives on all ranks, y is spread in shares."""
+    """<F x, y> = <x, F* y> for F = reduce_scatter, F* = allgather; x is on all ranks, y in shares."""
     y = np.zeros_like(x)
     y[start:stop] = np.arange(start, stop) % 17 - 8
     forward = x.copy()
