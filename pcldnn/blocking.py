@@ -1,0 +1,283 @@
+"""The balance-equation solver: how the loops of a layer are cut, from its shape and the machine's caches.
+
+Two things are solved here, both by trying every candidate, as Das et al. 2016 do:
+
+- `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
+  cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
+  bytes that pass between L2 and L1.
+- `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
+  within a cache budget.
+
+Everything is a pure function of its arguments. What can change a sum (`copies`, `across_images`, `c_blocks`) never
+depends on the number of threads.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+from math import ceil
+from typing import NamedTuple
+
+from pcldnn.machine import Machine
+
+FLOAT = 4  # [byte]
+FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
+TILE_START = 30  # cycles to start and end a register tile: table look-ups, accumulators to and from cache
+SEGMENT_START = 12  # cycles for another range of pixels within a tile: an indirect jump and loop set-up
+L2_BYTES = 16  # bytes a cycle from L2 that a kernel gets while it computes
+ENOUGH_JOBS = 32  # independent blocks of dweight below which private copies are made: results on 2 and 64 cores agree
+MOST_COPY_BYTES = 32 * 1024**2
+
+
+class ConvBlocking(NamedTuple):
+    """`blocking` of `conv2d_forward` and `conv2d_input_grad`."""
+
+    c_blocks: int  # blocks of summed channels per pass over the pixels
+    across_images: bool  # a register tile takes the same pixel of several images, not neighbours of a row
+
+
+class WeightGradBlocking(NamedTuple):
+    """`blocking` of `conv2d_weight_grad`."""
+
+    band: int  # rows of dy per visit of a block of dweight
+    c_blocks: int  # input channel blocks of a job
+    copies: int  # copies of dweight that are summed in the end
+    across_images: bool  # the innermost sum runs over images, not along a row
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """A convolution: N images, C to K channels, H x W inputs, R x S filters.
+
+    `lanes` is the block size of the input channels: the SIMD width, or C of an unpadded network input.
+    """
+
+    N: int
+    C: int
+    H: int
+    W: int
+    K: int
+    R: int
+    S: int
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    lanes: int | None = None
+
+    @property
+    def P(self) -> int:
+        return (self.H + 2 * self.padding[0] - self.R) // self.stride[0] + 1
+
+    @property
+    def Q(self) -> int:
+        return (self.W + 2 * self.padding[1] - self.S) // self.stride[1] + 1
+
+    @property
+    def flop(self) -> int:
+        """Work of one pass, taps in the padding counted [flop]."""
+        return 2 * self.N * self.C * self.K * self.R * self.S * self.P * self.Q
+
+
+# --- what the kernels take ----------------------------------------------------------------------------------------
+
+
+def conv_forward(shape: ConvShape, machine: Machine) -> ConvBlocking:
+    """Blocking of the forward pass: the candidate of fewest modelled cycles."""
+    in_blocks = ceil(shape.C / (shape.lanes or machine.width))
+    candidates = product(_sizes(in_blocks), (False, True))
+    return min((ConvBlocking(*c) for c in candidates), key=lambda c: _forward_cycles(shape, machine, c))
+
+
+def conv_input_grad(shape: ConvShape, machine: Machine) -> ConvBlocking:
+    """Blocking of the input gradient: that of the convolution of dy that it is (for stride 1; nearly so for others)."""
+    stride = shape.stride
+    rows, cols = ceil(shape.H / stride[0]), ceil(shape.W / stride[1])
+    R, S = ceil(shape.R / stride[0]), ceil(shape.S / stride[1])
+    padding = (max((rows - shape.P + R - 1) // 2, 0), max((cols - shape.Q + S - 1) // 2, 0))
+    return conv_forward(ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, R, S, (1, 1), padding), machine)
+
+
+def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> WeightGradBlocking:
+    """Blocking of the weight gradient. `threads` influences only how blocks are dealt to jobs."""
+    width = machine.width
+    lanes = shape.lanes or width
+    in_blocks, pairs = ceil(shape.C / lanes), ceil(ceil(shape.K / width) / 2)
+    filter_bytes = FLOAT * pairs * 2 * width * in_blocks * lanes * shape.R * shape.S
+    copies = min(ceil(ENOUGH_JOBS / (pairs * in_blocks)), max(shape.N, 1), 1 + MOST_COPY_BYTES // filter_bytes)
+    images = max(shape.N // copies, 1)
+    band, across = min(
+        product(_sizes(shape.P), (False, True)),
+        key=lambda c: _weight_grad_cycles(shape, machine, images, *c),
+    )
+    c_blocks = max(min(in_blocks, pairs * in_blocks * copies // (8 * threads), 8), 1)
+    return WeightGradBlocking(1 if across else band, c_blocks, copies, across)
+
+
+def _sizes(n: int) -> list[int]:
+    """Block sizes that cut n in equal parts, up to rounding: the only ones worth trying."""
+    return sorted({ceil(n / parts) for parts in range(1, n + 1)})
+
+
+def _step_cycles(machine: Machine, pixels: int) -> float:
+    """Cycles of one step of the micro-kernel with `pixels` active: bound by FMA throughput or by FMA latency."""
+    vectors = machine.tile[0]
+    per_cycle = 1 if machine.target == "avx512" else 2
+    return max(vectors * pixels / per_cycle, FMA_LATENCY)
+
+
+def _cut(count: int, tile: int) -> list[int]:
+    """Starts and end of the nearly equal tiles that `count` pixels are cut into."""
+    tiles = ceil(count / tile)
+    return [count * t // tiles for t in range(tiles + 1)]
+
+
+@lru_cache(maxsize=4096)
+def _taps(outputs: int, taps: int, stride: int, padding: int, inputs: int) -> tuple[range, ...]:
+    """For each output position the filter taps that meet the input."""
+    starts = [o * stride - padding for o in range(outputs)]
+    return tuple(range(max(-s, 0), max(min(inputs - s, taps), max(-s, 0))) for s in starts)
+
+
+def _row_cycles(shape: ConvShape, machine: Machine, rows: int) -> float:
+    """Cycles of one row of tiles along a row per summed channel, and its fixed cost, `rows` filter rows in reach."""
+    columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
+    cuts = _cut(shape.Q, machine.tile[1])
+    total = 0.0
+    for first, last in pairwise(cuts):
+        for tap in range(shape.S):
+            active = sum(tap in columns[q] for q in range(first, last))
+            total += _step_cycles(machine, active) if active else 0
+    return total * rows
+
+
+@lru_cache(maxsize=1024)
+def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) -> tuple[float, int]:
+    """(cycles per summed channel, register tiles) of one pair of output vectors."""
+    rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
+    if not across_images:
+        tiles = shape.N * shape.P * ceil(shape.Q / machine.tile[1])
+        return shape.N * _row_cycles(shape, machine, sum(rows)), tiles
+    columns = [len(taps) for taps in _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
+    cuts = _cut(max(shape.N, 1), machine.tile[1])
+    per_pixel = sum(_step_cycles(machine, last - first) for first, last in pairwise(cuts))
+    return sum(rows) * sum(columns) * per_pixel, shape.P * shape.Q * (len(cuts) - 1)
+
+
+def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> float:
+    """Modelled cycles of one pair of output vectors: compute, tile starts, and bytes between L2 and L1."""
+    lanes, vectors = shape.lanes or machine.width, machine.tile[0]
+    in_blocks = ceil(shape.C / lanes)
+    groups = ceil(in_blocks / blocking.c_blocks)
+    compute, tiles = _forward_compute(shape, machine, blocking.across_images)
+    out = FLOAT * shape.N * shape.P * shape.Q * vectors * machine.width
+    weights = FLOAT * vectors * machine.width * blocking.c_blocks * lanes * shape.R * shape.S
+    images = machine.tile[1] if blocking.across_images else 1
+    rows = FLOAT * images * blocking.c_blocks * lanes * shape.R * shape.W
+    reads = FLOAT * shape.N * in_blocks * lanes * shape.H * shape.W
+    if weights + rows > machine.l1:
+        reads *= ceil(shape.R / shape.stride[0])
+    weight_reads = weights * groups * (1 if 2 * weights <= machine.l1 else tiles)
+    moved = out * (2 * groups - 1) + reads + weight_reads
+    return compute * in_blocks * lanes + tiles * groups * TILE_START + moved / L2_BYTES
+
+
+def _weight_grad_cycles(shape: ConvShape, machine: Machine, images: int, band: int, across_images: bool) -> float:
+    """Modelled cycles of one pair of output vectors and one input channel block over `images` images."""
+    vectors, tile = machine.tile
+    lanes = shape.lanes or machine.width
+    cuts = _cut(shape.S * lanes, tile)
+    rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
+    columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
+    if across_images:
+        band = 1
+    steps, changes = 0.0, 0
+    for first, last in pairwise(cuts):
+        spans = [(max(t.start * lanes, first), min(t.stop * lanes, last)) for t in columns]
+        active = [max(stop - start, 0) for start, stop in spans]
+        steps += sum(_step_cycles(machine, a) for a in active if a)
+        changes += len(active) if across_images else sum(a != b for a, b in pairwise(spans)) + 1
+    visits = ceil(shape.P / band) * shape.R * (len(cuts) - 1) * (1 if across_images else images)
+    segments = changes * ceil(shape.P / band) * shape.R * (1 if across_images else images)
+    depth = images if across_images else 1
+    dy = FLOAT * band * shape.Q * vectors * machine.width * depth
+    x = FLOAT * min(band * shape.stride[0] + shape.R, shape.H) * shape.W * lanes * depth
+    reads = 1 if dy + x <= machine.l1 else shape.R * (len(cuts) - 1)
+    spilled = 1 if dy + x <= machine.l2 // 2 else 4  # beyond L2 the bytes come that much slower
+    moved = (dy + x) * reads * ceil(shape.P / band) * (1 if across_images else images)
+    compute = steps * sum(rows) * images
+    return max(compute, spilled * moved / L2_BYTES) + visits * TILE_START + segments * SEGMENT_START
+
+
+# --- the paper's question -----------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Sizes of a block of the seven loops: images, input and output channels, output rows and columns, filter."""
+
+    images: int
+    ifm: int
+    ofm: int
+    rows: int
+    columns: int
+    filter_rows: int
+    filter_columns: int
+
+
+def block_bytes(shape: ConvShape, block: Block) -> tuple[int, int, int]:
+    """Working set of a block [byte]: (input, weights, output), as derived from Das et al. 2016."""
+    rows = (block.rows - 1) * shape.stride[0] + block.filter_rows
+    columns = (block.columns - 1) * shape.stride[1] + block.filter_columns
+    return (
+        FLOAT * block.images * block.ifm * rows * columns,
+        FLOAT * block.ifm * block.ofm * block.filter_rows * block.filter_columns,
+        FLOAT * block.images * block.ofm * block.rows * block.columns,
+    )
+
+
+def bytes_per_flop(shape: ConvShape, block: Block, resident: str | None = None) -> float:
+    """Bytes that enter or leave the cache per flop of a block (derived; Das et al. 2016, balance equation).
+
+    Outputs are read and written. The array named `resident` ("input", "weights" or "output") stays in cache while
+    blocks that share it follow one another, and costs nothing.
+    """
+    read, weights, written = block_bytes(shape, block)
+    moved = {"input": read, "weights": weights, "output": 2 * written}
+    flop = 2 * block.images * block.ifm * block.ofm * block.rows * block.columns
+    flop *= block.filter_rows * block.filter_columns
+    return sum(cost for array, cost in moved.items() if array != resident) / flop
+
+
+def best_block(shape: ConvShape, budget: int = 128 * 1024, width: int = 8) -> tuple[Block, str, float]:
+    """The block of fewest bytes per flop whose working set fits `budget` [byte], over all block sizes.
+
+    Channels are cut in multiples of the SIMD width (or taken whole when there are fewer); the filter is never cut.
+    The default budget is the paper's, 128 KB a thread.
+
+    Returns
+    -------
+    (Block, resident array, bytes_per_flop [byte/flop])
+    """
+    ifms = [min(size * width, shape.C) for size in _sizes(ceil(shape.C / width))]
+    ofms = [min(size * width, shape.K) for size in _sizes(ceil(shape.K / width))]
+    best = None
+    for sizes in product(_sizes(max(shape.N, 1)), ifms, ofms, _sizes(shape.P), _sizes(shape.Q)):
+        block = Block(*sizes, shape.R, shape.S)
+        if sum(block_bytes(shape, block)) > budget:
+            continue
+        for resident in _can_stay(shape, block):
+            ratio = bytes_per_flop(shape, block, resident)
+            if best is None or ratio < best[2]:
+                best = (block, resident, ratio)
+    if best is None:
+        raise ValueError(f"budget: got {budget} bytes, which holds not even the smallest block of {shape}")
+    return best
+
+
+def _can_stay(shape: ConvShape, block: Block):
+    """Arrays that the next block can share: along a dimension that is cut, the array that does not have it stays."""
+    if block.ifm < shape.C:
+        yield "output"
+    if block.images < shape.N or block.rows < shape.P or block.columns < shape.Q:
+        yield "weights"
+    if block.ofm < shape.K:
+        yield "input"
+    yield None
