@@ -495,7 +495,7 @@ def _mpi():
         message = f"mpi4py is installed, but MPI cannot be loaded ({reason}): {launcher.INSTALL_ADVICE}"
         raise NoMPIError(message) from error
     if not MPI.Is_initialized():
-        raise NoMPIError("mpi4py was told not to start MPI (mpi4py.rc.initialize): call MPI.Init_thread() first")
+        raise NoMPIError("MPI is not started (mpi4py.rc.initialize = False): call MPI.Init_thread() first")
     return MPI
 
 

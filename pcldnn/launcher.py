@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 
 INSTALL_ADVICE = (
-    "pip install 'pcldnn[mpich]' brings MPICH and its mpirun as a wheel; to use the MPI of this system instead, "
+    "pip install 'pcldnn[mpich]' brings MPICH and its mpirun as a wheel; to use the MPI of this system, "
     "pip install mpi4py with that MPI's libraries on the loader's path (on a cluster: load its MPI module)"
 )
 
@@ -102,7 +102,7 @@ def mismatch(library=None, environ=None):
         why = f"no MPI is available to this Python, so the tasks cannot see each other. {INSTALL_ADVICE}"
     else:
         why = (
-            f"{library} (the MPI behind mpi4py here) sees one process, so the launcher belongs to another MPI "
+            f"{library} (the MPI behind mpi4py here) sees one process: the launcher belongs to another MPI "
             "or offers no process management that this MPI understands. Use the mpirun beside this Python "
             f"({_mpirun_hint()}), or install an mpi4py that uses the launcher's own MPI; under Slurm look at "
             "srun --mpi=list"
@@ -146,7 +146,7 @@ def oversubscription_warning(ranks):
             if threads > own:
                 return (
                     f"rank {rank} on {host} is bound to {own} of the node's {cores} cores but runs {threads} "
-                    f"threads; use --threads {own}, or start without binding (Open MPI: mpirun --bind-to none; "
+                    f"threads; use --threads {own}, or do not bind (Open MPI: mpirun --bind-to none; "
                     "MPICH: no -bind-to; Slurm: srun --cpu-bind=none)"
                 )
     return None

@@ -114,7 +114,7 @@ with communicator.create() as comm, comm.abort_on_error():
     start = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", code if interrupts else ignore + code],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )

@@ -1,6 +1,6 @@
 """Ranks that fail in every way there is; for mpirun.
 
-`faults.py KIND RANKS`: KIND is a function below, RANKS which ranks do it (`1`, `1,2,3`, `all`).  The other ranks
+`faults.py KIND RANKS`: KIND is a function below, RANKS which ranks do it (`1`, `1,2,3`, `all`).  The others
 wait in an exchange that never comes, or compute.
 """
 
