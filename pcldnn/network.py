@@ -174,8 +174,8 @@ class Network:
         DisagreementError
             On all ranks, when they built different networks or run different SIMD widths.
         """
-        ranks, on_node = (communicator.size, communicator.node_size) if communicator else (1, 1)
-        threads, _ = threads_per_rank(on_node, threads)
+        ranks, sharing = (communicator.size, communicator.ranks_sharing_cores) if communicator else (1, 1)
+        threads, _ = threads_per_rank(sharing, threads)
         new = self.plan(minibatch, ranks, threads=threads, training=training)
         if training:
             self.loss.check(new.output)

@@ -16,9 +16,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from pcldnn import _kernels as kernels
 from pcldnn.layers.base import PASSES, Layer, LayerPlan
 from pcldnn.layout import ALIGNMENT, UNPADDED_CHANNELS, Layout
+from pcldnn.machine import Machine
 from pcldnn.partition import Partition, shard_sizes, shares
 
 FLOAT = 4  # [byte]
@@ -64,7 +64,7 @@ class Plan:
     ranks: int
     images: int  # most images of a rank in a step
     threads: int
-    block: int  # SIMD width
+    machine: Machine
     training: bool
     buffers: tuple[Buffer, ...]
     messages: tuple[Message, ...]  # of a step, in the order that all ranks keep
@@ -105,12 +105,12 @@ class Plan:
 
     def shards(self, layer: LayerPlan) -> tuple[int, ...]:
         """Elements of a layer's flat array that each rank owns: sums, updates and sends."""
-        return shard_sizes(layer.parameter_size, self.ranks, self.block)
+        return shard_sizes(layer.parameter_size, self.ranks, self.machine.width)
 
     def description(self) -> dict[str, str]:
         """Everything that all ranks must agree upon, item by item in words."""
         items = {
-            "SIMD width": str(self.block),
+            "SIMD width": str(self.machine.width),
             "ranks": str(self.ranks),
             "minibatch": str(self.minibatch),
             "input shape": str(self.input.logical_shape),
@@ -173,7 +173,7 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
-         threads: int = 1, training: bool = True, block: int | None = None) -> Plan:  # fmt: skip
+         threads: int = 1, training: bool = True, machine: Machine | None = None) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
@@ -187,8 +187,8 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         Of each rank.
     training : bool
         False: forward passes only, and activations are not kept.
-    block : int, optional
-        SIMD width; by default that of this process's kernels.
+    machine : Machine, optional
+        Its SIMD width and caches; by default this one.
 
     Raises
     ------
@@ -198,10 +198,10 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
     for name, value in (("minibatch", minibatch), ("ranks", ranks), ("threads", threads)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")
-    block = block or kernels.SIMD_WIDTH
+    machine = machine or Machine.detect()
     named = name_layers(layers)
     images = shares(minibatch, ranks)[0]
-    first = layout = input_layout(named, input_shape, block)
+    first = layout = input_layout(named, input_shape, machine.width)
     planned: list[LayerPlan] = []
     index = 0
     while index < len(named):
@@ -209,18 +209,18 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         following = named[index + 1][1] if index + 1 < len(named) else None
         fused = following if following is not None and layer.absorbs(following) else None
         planned.append(layer.plan(
-            layout, images, block, index=index, name=name, fused=fused, partition=Partition(data=ranks),
+            layout, images, machine, threads, index=index, name=name, fused=fused, partition=Partition(data=ranks),
             training=training, input_grad=any(before.parameters for before in planned),
         ))  # fmt: skip
         layout = planned[-1].output
         index += 2 if fused else 1
     return Plan(
-        first, tuple(planned), minibatch, ranks, images, threads, block, training,
-        plan_buffers(planned, training), _messages(planned, ranks, block) if training else (),
+        first, tuple(planned), minibatch, ranks, images, threads, machine, training,
+        plan_buffers(planned, training), _messages(planned, ranks, machine.width) if training else (),
     )  # fmt: skip
 
 
-def _messages(layers: list[LayerPlan], ranks: int, block: int) -> tuple[Message, ...]:
+def _messages(layers: list[LayerPlan], ranks: int, vector: int) -> tuple[Message, ...]:
     """Gradients go to their owners as backward produces them; new weights return in the order of the next forward."""
     if ranks == 1:
         return ()
@@ -228,7 +228,7 @@ def _messages(layers: list[LayerPlan], ranks: int, block: int) -> tuple[Message,
     order = [("reduce_scatter", layer) for layer in reversed(learning)]
     order += [("allgather", layer) for layer in learning]
     return tuple(
-        Message(kind, layer.index, layer.name, shard_sizes(layer.parameter_size, ranks, block))
+        Message(kind, layer.index, layer.name, shard_sizes(layer.parameter_size, ranks, vector))
         for kind, layer in order
     )
 
@@ -372,7 +372,7 @@ def _table(plan: Plan) -> str:
     doing = "training" if plan.training else "inference"
     lines.insert(0, (
         f"{doing}, minibatch {plan.minibatch}, {plan.ranks} rank{'s' * (plan.ranks > 1)} with at most {plan.images} "
-        f"images and {plan.threads} thread{'s' * (plan.threads > 1)}, SIMD width {plan.block}"
+        f"images and {plan.threads} thread{'s' * (plan.threads > 1)}, {plan.machine.target} (SIMD width {plan.machine.width})"
     ))  # fmt: skip
     if plan.training:
         lines.append(f"work of a training step: {plan.flop() / 1e9:,.3f} Gflop an image")

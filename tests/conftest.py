@@ -1,5 +1,6 @@
 """Fixtures of all tests.  `run_mpi` runs a program under mpirun and never hangs."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import pcldnn
-from pcldnn import _kernels
+from pcldnn import _kernels, machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -136,11 +137,21 @@ def _kill(pid, number):
         pass
 
 
+@contextlib.contextmanager
+def running_on(name):
+    """As if PCLDNN_ISA had asked for a target; gives its module."""
+    module = _kernels.targets[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "_target", module)
+        patch.setattr(_kernels, "TARGET", name)
+        patch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
+        machine._detect.cache_clear()
+        yield module
+    machine._detect.cache_clear()
+
+
 @pytest.fixture(params=sorted(_kernels.targets))
-def target(request, monkeypatch):
-    """Run the test on each target that this CPU runs, as if PCLDNN_ISA had asked for it; its module."""
-    module = _kernels.targets[request.param]
-    monkeypatch.setattr(_kernels, "_target", module)
-    monkeypatch.setattr(_kernels, "TARGET", request.param)
-    monkeypatch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
-    return module
+def target(request):
+    """Run the test on each target that this CPU runs; the target's module."""
+    with running_on(request.param) as module:
+        yield module

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-
 from cases import LAYERS
+from conftest import running_on
+
 from pcldnn.layers import (
     AvgPool2d,
     Conv2d,
@@ -17,6 +18,7 @@ from pcldnn.layers import (
     Tanh,
 )
 from pcldnn.layout import Layout
+from pcldnn.machine import Machine
 
 LINEAR = (Conv2d, Linear, AvgPool2d, Flatten)  # outputs that are linear in the input, but for the bias
 table = pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=[f"{layer}-{shape}" for layer, shape in LAYERS])
@@ -218,8 +220,7 @@ def test_only_logical_channels_are_seen(target, out_channels):
         "bias": (out_channels,),
     }
     assert conv.weight_grad(y)["weight"].shape == (out_channels, 5, 3, 3)
-    b = target.SIMD_WIDTH
-    assert conv.plan(Layout((5, 4, 4), b), 1, b).parameter_count == out_channels * (45 + 1)
+    assert conv.plan(Layout((5, 4, 4), target.SIMD_WIDTH), 1, Machine.detect()).parameter_count == out_channels * (45 + 1)
 
 
 def test_kernel_larger_than_the_input_is_refused():
@@ -286,10 +287,8 @@ def test_dropout_does_not_depend_on_the_target():
     from pcldnn import _kernels
 
     masks = []
-    for module in _kernels.targets.values():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_kernels, "_target", module)
-            patch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
+    for name in _kernels.targets:
+        with running_on(name):
             masks.append(Dropout(0.5).forward(np.ones((3, 21, 2, 3), np.float32)))
     assert all(np.array_equal(mask, masks[0]) for mask in masks)
 

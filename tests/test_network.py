@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conftest import running_on
 
 import pcldnn.network
 from pcldnn import SGD, Network, _kernels
@@ -136,10 +137,8 @@ def test_step_agrees_with_pytorch(target):
 def test_every_target_trains_alike():
     """Initialisation, data order and dropout do not depend on the SIMD width: only rounding differs."""
     results = []
-    for name, module in _kernels.targets.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_kernels, "_target", module)
-            patch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
+    for name in _kernels.targets:
+        with running_on(name):
             network, optimizer = Network(SMALL, SHAPE, seed=5), SGD(0.1, momentum=0.9, weight_decay=0.001)
             network.prepare(5)
             start = network.state_dict()
@@ -315,7 +314,7 @@ def test_one_weight_and_three_samples(target):
 class Peers:
     """A communicator of one rank among several whose peers hold the same numbers."""
 
-    node_size = 1
+    ranks_sharing_cores = 1
 
     def __init__(self, rank, size):
         self.rank, self.size, self.calls = rank, size, []

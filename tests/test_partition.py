@@ -1,5 +1,7 @@
 """Who owns what."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ def test_share_is_the_place_of_a_share(count, parts):
     pieces = [share(count, parts, index) for index in range(parts)]
     assert [stop - start for start, stop in pieces] == list(shares(count, parts))
     assert pieces[0][0] == 0
-    assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:]))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
     assert pieces == [bounds(shares(count, parts), index) for index in range(parts)]
 
 

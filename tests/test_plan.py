@@ -7,8 +7,10 @@ import pytest
 
 from pcldnn import models, scaling
 from pcldnn.layers import Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
+from pcldnn.machine import Machine
 from pcldnn.plan import Plan, format_bytes, name_layers, plan
 
+MACHINES = {4: Machine("small", "sse2", 1), 8: Machine("middle", "avx2", 2), 16: Machine("large", "avx512", 4)}
 CNN = [
     Conv2d(3, 10, 3, padding=1), ReLU(), Dropout(0.1), MaxPool2d(2), Sigmoid(), Dropout(0.2), Flatten(),
     Linear(90, 33), ReLU(), Dropout(), Linear(33, 5),
@@ -88,7 +90,7 @@ def test_shapes_that_cannot_work_name_the_layer_and_the_numbers():
 
 def test_first_layer_stays_unpadded_with_few_channels():
     def input_block(layers, shape):
-        return plan(layers, shape, 1, block=16).input.block
+        return plan(layers, shape, 1, machine=MACHINES[16]).input.block
 
     assert [input_block([Conv2d(c, 8, 1)], (c, 4, 4)) for c in (1, 3, 4, 5, 32)] == [1, 3, 4, 16, 16]
     assert input_block([Flatten(), Linear(784, 10)], (1, 28, 28)) == 1
@@ -108,9 +110,9 @@ def test_relu_is_fused_and_the_first_input_gradient_is_not_made():
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("block", [4, 8, 16])
-def test_arrays_alive_together_do_not_share_memory(training, block):
-    buffers = plan(CNN, (3, 6, 6), 5, training=training, block=block).buffers
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_arrays_alive_together_do_not_share_memory(training, width):
+    buffers = plan(CNN, (3, 6, 6), 5, training=training, machine=MACHINES[width]).buffers
     for one, other in itertools.combinations(buffers, 2):
         if one.first <= other.last and other.first <= one.last:
             assert one.offset + one.size <= other.offset or other.offset + other.size <= one.offset
@@ -141,7 +143,7 @@ def test_in_place_only_where_backward_does_not_read_what_is_overwritten():
 
 
 def test_messages_are_ordered_and_cover_every_weight():
-    made = plan(CNN, (3, 6, 6), 7, ranks=3, block=8)
+    made = plan(CNN, (3, 6, 6), 7, ranks=3, machine=MACHINES[8])
     order = [(message.kind, message.layer) for message in made.messages]
     learning = ["features.0", "classifier.0", "classifier.3"]
     assert order == [("reduce_scatter", name) for name in reversed(learning)] + [("allgather", name) for name in learning]
@@ -164,13 +166,13 @@ def test_digest_tells_networks_apart():
     assert one.digest() != other.digest()
     assert "(500, 20)" in one.description()["layer 0"]
     assert "(501, 20)" in other.description()["layer 0"]
-    assert description(500, block=8).digest() != description(500, block=16).digest()
+    assert description(500, machine=MACHINES[8]).digest() != description(500, machine=MACHINES[16]).digest()
     assert description(500, threads=1).digest() == description(500, threads=2).digest()  # ranks may differ in that
 
 
 def test_table_shows_logical_counts_only():
     """A3."""
-    made = plan([Conv2d(3, 2, 3), Flatten(), Linear(32, 6)], (3, 6, 6), 2, block=16)
+    made = plan([Conv2d(3, 2, 3), Flatten(), Linear(32, 6)], (3, 6, 6), 2, machine=MACHINES[16])
     table = str(made)
     assert made.parameter_count == (2 * 27 + 2) + (6 * 32 + 6)
     assert "2x4x4" in table

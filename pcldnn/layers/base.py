@@ -16,6 +16,7 @@ from math import prod, sqrt
 import numpy as np
 
 from pcldnn.layout import Layout, bias_from_blocked, bias_to_blocked
+from pcldnn.machine import Machine
 from pcldnn.partition import Partition
 
 ONE_RANK = Partition()
@@ -135,7 +136,6 @@ class LayerPlan:
     input: Layout
     output: Layout
     images: int  # most images of this rank in a step
-    block: int  # SIMD width
     parameters: tuple[Parameter, ...] = ()
     fused: Layer | None = None  # the activation that this layer's kernel applies as well
     partition: Partition = ONE_RANK
@@ -272,9 +272,12 @@ class Layer:
         """Of one image, in each pass. Only these count as flop: the rest of a network is bound by memory."""
         return 0
 
-    def scratch(self, pass_name: str, plan: LayerPlan) -> int:
-        """Float32 elements of working memory that a pass needs."""
-        return 0
+    def plan_pass(self, pass_name: str, plan: LayerPlan, machine: Machine, threads: int) -> PassPlan:
+        """Algorithm, blocking, work and memory of one pass; `plan` has everything but its passes."""
+        saved = plan.saves if pass_name == "input_grad" and not plan.parameters else ()
+        arrays = [plan.input, plan.output, *(getattr(plan, which) for which in saved)]
+        moved = sum(layout.array_bytes(plan.images) for layout in arrays) + 4 * plan.parameter_size
+        return PassPlan("direct", 2 * plan.images * self.multiply_adds(plan.input, plan.output), moved)
 
     def absorbs(self, following: Layer) -> bool:
         """Whether this layer's kernel can apply the layer that follows as well."""
@@ -295,30 +298,22 @@ class Layer:
     # --- the same for all layers ---
 
     def plan(
-        self, input: Layout, images: int, block: int, *, index: int = 0, name: str = "", fused: Layer | None = None,
-        partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
+        self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
+        fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input`."""
+        block = machine.width
         try:
             output = self.output_layout(input, block)
         except ValueError as error:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
-        plan = LayerPlan(index, name, self, input, output, images, block,
-                         self.parameters(input, block), fused, partition)  # fmt: skip
+        plan = LayerPlan(index, name, self, input, output, images, self.parameters(input, block), fused, partition)
         made = {
             "forward": True,
             "weight_grad": training and bool(plan.parameters),
             "input_grad": training and input_grad,
         }
-        return replace(plan, **{p: self.plan_pass(p, plan) if made[p] else None for p in PASSES})
-
-    def plan_pass(self, pass_name: str, plan: LayerPlan) -> PassPlan:
-        """Algorithm, work and memory of one pass."""
-        saved = plan.saves if pass_name == "input_grad" else ()
-        arrays = [plan.input, plan.output, *(getattr(plan, which) for which in saved if not plan.parameters)]
-        moved = sum(layout.array_bytes(plan.images) for layout in arrays) + 4 * plan.parameter_size
-        flop = 2 * plan.images * self.multiply_adds(plan.input, plan.output)
-        return PassPlan("direct", flop, moved, self.scratch(pass_name, plan))
+        return replace(plan, **{p: self.plan_pass(p, plan, machine, threads) if made[p] else None for p in PASSES})
 
     def __str__(self) -> str:
         return type(self).__name__

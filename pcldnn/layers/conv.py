@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn.blocking import ConvShape, conv_forward, conv_input_grad, conv_weight_grad
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, pair
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
@@ -79,8 +80,20 @@ class Conv2d(Layer):
     def multiply_adds(self, input: Layout, output: Layout) -> int:
         return output.features * self.in_channels * self.kernel_size[0] * self.kernel_size[1]
 
-    def scratch(self, pass_name, plan):
-        return plan.parameters[0].array_size if pass_name == "input_grad" else 0  # the transposed filters
+    def plan_pass(self, pass_name, plan, machine, threads):
+        shape = ConvShape(
+            plan.images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
+            self.stride, self.padding, plan.input.block,
+        )  # fmt: skip
+        weight_size = plan.parameters[0].array_size
+        if pass_name == "forward":
+            blocking, scratch = conv_forward(shape, machine), 0
+        elif pass_name == "input_grad":
+            blocking, scratch = conv_input_grad(shape, machine), weight_size  # the transposed filters
+        else:
+            blocking = conv_weight_grad(shape, machine, threads)
+            scratch = (blocking.copies - 1) * weight_size
+        return replace(super().plan_pass(pass_name, plan, machine, threads), blocking=blocking, scratch=scratch)
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)

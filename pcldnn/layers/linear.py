@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
 from pcldnn.layers.activation import ReLU
@@ -62,8 +62,10 @@ class Linear(Layer):
     def multiply_adds(self, input: Layout, output: Layout) -> int:
         return self.in_features * self.out_features
 
-    def scratch(self, pass_name, plan):
-        return kernels.linear_scratch_size(plan.images, plan.input.padded_features, plan.output.padded_features)
+    def plan_pass(self, pass_name, plan, machine, threads):
+        sizes = plan.images, plan.input.padded_features, plan.output.padded_features
+        scratch = kernels.linear_scratch_size(*sizes)
+        return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch)
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)

@@ -11,7 +11,7 @@ import numpy as np
 from pcldnn import _kernels as kernels
 from pcldnn.layers.base import PASSES, Layer, Memory, StepContext, Unit, draw_parameters, glorot_std
 from pcldnn.layout import Layout, aligned_zeros, as_float32, as_integers, block, unblock
-from pcldnn.machine import threads_per_rank
+from pcldnn.machine import Machine, threads_per_rank
 
 
 class Lone:
@@ -79,9 +79,10 @@ class Lone:
 
     def _unit(self, x):
         """A Unit for input like x, with memory of its own and the parameters loaded."""
-        b = kernels.SIMD_WIDTH  # also for few channels: an unpadded input would have no input gradient
+        machine = Machine.detect()
+        b = machine.width  # also for few channels: an unpadded input would have no input gradient
         layout = Layout(x.shape[1:], b) if x.ndim == 4 else Layout.vector(x.shape[1], b)
-        plan = self.layer.plan(layout, len(x), b)
+        plan = self.layer.plan(layout, len(x), machine, self.num_threads)
         memory = Memory(
             output=aligned_zeros(plan.output.array_shape(len(x))),
             input_grad=aligned_zeros(plan.input.array_shape(len(x))),
