@@ -13,7 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from pcldnn import SGD, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, StepDecay, Trainer, communicator
+from pcldnn import (
+    SGD,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    StepDecay,
+    Trainer,
+    communicator,
+)
 from pcldnn.checkpoint import CheckpointError
 from pcldnn.data import ArrayDataset, DataError, open_dataset
 from pcldnn.faults import CollectiveError
@@ -117,8 +129,7 @@ def diverged(comm, folder):
     bad = network()
     bad.load_state_dict({**bad.state_dict(), "classifier.0.bias": np.full(24, np.inf, np.float32)})
     for name, net, data in (("sample", network(), some_digits(12, spoil)), ("weights", bad, some_digits(12))):
-        net.parameters
-        before = digest(net)
+        before = digest(net)    # draws the weights, if they are not there
         try:
             fit(comm, net, data, minibatch=4, epochs=1)
         except TrainingDiverged as error:

@@ -1,0 +1,104 @@
+"""``python -m pcldnn``: what this installation runs on, and what a network would need."""
+import argparse
+import os
+import platform
+import sys
+
+from pcldnn import __version__, _kernels, models
+from pcldnn._kernels.isa import compiled_for
+from pcldnn.communicator import mpi_information
+from pcldnn.machine import Machine, cache_sizes, threads_per_rank
+
+NETWORKS = {
+    "vgg_a": (models.vgg_a, 224, (3, None, None)),
+    "overfeat_fast": (models.overfeat_fast, 231, (3, None, None)),
+    "cd_dnn": (models.cd_dnn, None, None),
+}
+
+
+def main(argv=None):
+    """Run a command; returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m pcldnn", description=(
+        "pcldnn: synchronous SGD for deep networks on clusters of CPUs. Training is started by the scripts in scripts/."))
+    parser.add_argument("--version", action="version", version=f"pcldnn {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what pcldnn runs on here: ISA, cores, threads, caches, MPI",
+                               description="What pcldnn runs on here; for a bug report, and to see that all is well.")
+    info.set_defaults(run=_info)
+
+    plan = commands.add_parser(
+        "plan", help="shapes, parameters, flop and memory of a network on a number of ranks",
+        description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. Nothing is "
+                    "allocated and no MPI is started, so any number of ranks can be asked for.",
+        epilog="example: python -m pcldnn plan vgg_a --minibatch 256 --ranks 64")
+    plan.add_argument("network", choices=NETWORKS)
+    plan.add_argument("--minibatch", type=int, default=32, metavar="N",
+                      help="images per step over all ranks (default %(default)s)")
+    plan.add_argument("--ranks", type=int, default=1, metavar="N", help="MPI ranks (default %(default)s)")
+    plan.add_argument("--threads", type=int, metavar="N", help="compute threads of a rank (default: those of one rank here)")
+    plan.add_argument("--image-size", type=int, metavar="N", help="side of the input [pixel] (default: the network's own)")
+    plan.add_argument("--channels", type=int, metavar="N", help="channels of the input (default 3)")
+    plan.add_argument("--classes", type=int, metavar="N", help="number of outputs (default: the network's own)")
+    plan.add_argument("--inference", action="store_true", help="forward passes only")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _info(args):
+    machine, caches = Machine.detect(), cache_sizes()
+    threads, reason = threads_per_rank(1)
+    lacking = [f"{row.name}: {_kernels._missing[row.name]}" for row in compiled_for(platform.machine())
+               if row.name in _kernels._missing]
+    mpi = mpi_information()
+    rows = [
+        ("pcldnn", __version__),
+        ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
+        ("CPU", _cpu_name()),
+        ("ISA", f"{_kernels.TARGET}" + (" (by PCLDNN_ISA)" if os.environ.get("PCLDNN_ISA") else "")),
+        ("SIMD width", f"{_kernels.SIMD_WIDTH} floats"),
+        ("targets", f"{', '.join(_kernels.targets)}" + (f" ({'; '.join(lacking)})" if lacking else "")),
+        ("cores", f"{machine.cores}"),
+        ("threads", f"{threads} for a single rank ({reason})"),
+        ("caches", ", ".join(f"{level.upper()} {size // 1024:,} KiB" for level, size in caches.items()) or "unknown"),
+        ("MPI", mpi["library"]),
+        ("mpi4py", mpi["mpi4py"]),
+        ("MPI threads", mpi["thread_level"]),
+    ]
+    for name, value in rows:
+        print(f"{name:<12} {value}")
+    if mpi["advice"]:
+        print(f"note: {mpi['advice']}")
+    return 0
+
+
+def _cpu_name():
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def _plan(args):
+    build, size, shape = NETWORKS[args.network]
+    options = {}
+    if shape is not None:
+        side = args.image_size or size
+        options["input_shape"] = (args.channels or shape[0], side, side)
+    elif args.image_size or args.channels:
+        raise ValueError(f"--image-size, --channels: the input of {args.network} is a vector, not an image")
+    if args.classes:
+        options["classes" if shape is None else "num_classes"] = args.classes
+    threads = args.threads or threads_per_rank(1)[0]
+    print(build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference))
+    return 0
