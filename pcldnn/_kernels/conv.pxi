@@ -129,6 +129,7 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
     over.x0, over.w0 = 1, b
     over.n1, over.x1, over.w1 = r1 - r0, c.x_row, c.rows.w_step * c.w_row
     over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
+    over.ahead = 0 if c.across_images else width * xp
     for g in range(tile.segments):
         seg = segments + g
         over.n0 = seg.taps * c.lanes
@@ -362,6 +363,7 @@ cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float
     tile_load(a0, a1, width, dw, b, dw_block, two)
     x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.lanes + j0
     dy += p0 * g.dy_row
+    over.ahead = 0
     over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
     q = 0
     while q < g.Q:

@@ -52,6 +52,7 @@ cdef inline void linear_tiles(const float* x, Py_ssize_t n0, Py_ssize_t n1, cons
     over.n0, over.x0, over.w0 = steps, 1, b
     over.n1, over.x1, over.w1 = 1, 0, 0
     over.n2, over.x2, over.w2 = 1, 0, 0
+    over.ahead = 0
     for t in range(tiles):
         n = n0 + tile_start(n1 - n0, tiles, t)
         width = <int>(n0 + tile_start(n1 - n0, tiles, t + 1) - n)
@@ -121,6 +122,7 @@ cdef inline void weight_grad_tiles(const float* x, const float* dy, Py_ssize_t s
     over.n0, over.x0, over.w0 = samples, PANEL, 2 * b
     over.n1, over.x1, over.w1 = 1, 0, 0
     over.n2, over.x2, over.w2 = 1, 0, 0
+    over.ahead = 0
     for t in range(tiles):
         c = tile_start(steps, tiles, t)
         width = <int>(tile_start(steps, tiles, t + 1) - c)

@@ -52,6 +52,15 @@ PCL_INLINE void vec_transpose(const float *src, long stride, float *dst) {
     for (int i = 0; i < PCL_WIDTH; i++) vec_store(dst + i * PCL_WIDTH, a[i]);
 }
 
+/* Ask for the cache line at p, or for the few lines that a tile reads from one row. Any address is allowed. */
+PCL_INLINE void prefetch(const float *p) { __builtin_prefetch(p, 0, 3); }
+PCL_INLINE void prefetch_row(const float *p) {
+    prefetch(p);
+    prefetch(p + 16);
+    prefetch(p + 32);
+    prefetch(p + 48);
+}
+
 /* The ends of a register tile, a0 and a1 being its two vectors of output channels (a1 unused unless `two`). Here and
  * not in Cython because gcc unrolls an outermost loop early enough to keep the arrays in registers only by pragma. */
 #define PCL_PIXELS _Pragma("GCC unroll 16") for (int p = 0; p < PCL_TILE; p++)

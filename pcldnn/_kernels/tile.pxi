@@ -14,9 +14,12 @@ cdef struct Reduction:
     Py_ssize_t n0, x0, w0      # innermost loop: steps, and what x and w advance each step [float]
     Py_ssize_t n1, x1, w1      # the loop around it
     Py_ssize_t n2, x2, w2      # the outermost one
+    Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
 
 
 cdef extern from "simd.h" nogil:
+    void prefetch_row(const float* p)
+    void prefetch(const float* p)
     void tile_load(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
     void tile_fill(vec* a0, vec* a1, const float* bias, bint two)
     void tile_store(const vec* a0, const vec* a1, int width, float* y, Py_ssize_t yp, Py_ssize_t yv, bint relu, bint two)
@@ -39,6 +42,8 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
         for i1 in range(over.n1):
             xq = x + i2 * over.x2 + i1 * over.x1
             wq = w + i2 * over.w2 + i1 * over.w1
+            if over.ahead != 0:
+                prefetch_row(xq + over.ahead)
             for i0 in range(over.n0):
                 w0 = load(wq)
                 if two:
