@@ -5,9 +5,8 @@
 #    of RUN floats; a tail shorter than a vector goes through the same arithmetic (simd_math.h, c).
 # c. Padded lanes hold 0 and keep it: f(0) = 0 but for the sigmoid, which clears them afterwards.
 # d. NaN passes through every function: a diverged network must stay visible.
-# e. Dropout draws one Philox word a unit and uses the first of its four: with all four, unit u would share a counter
-#    with u+1..u+3, which lie M vectors apart in the blocked layout. The mask must not depend on b, and the cost
-#    (about 2 ns a unit) is small beside the fully connected layers around it.
+# e. Dropout uses all four words of a Philox call: those of channels c, c+16, c+32, c+48, which lie in the same lane of
+#    four vectors for every SIMD width up to 16. So the mask does not depend on b, and no word moves between lanes.
 # f. The bias gradient adds runs of at most 64 vectors in float32 (4 accumulators, 16 terms each) and everything
 #    beyond in double, so its error does not grow with minibatch or image size. Image groups are cut by size alone.
 
@@ -18,7 +17,7 @@ cdef extern from "simd_math.h" nogil:
     void add_double "vec_add_double"(double* sums, vec a)
     vec logistic "vec_logistic"(vec x)
     vec vtanh "vec_tanh"(vec x)
-    ivec philox_below "vec_philox_below"(const unsigned int* unit, unsigned int sample_low, unsigned int sample_high,
+    void philox_below "vec_philox_below"(ivec* below, unsigned int start, unsigned int step, unsigned long long sample,
                                          unsigned int epoch, unsigned int seed, unsigned int layer,
                                          unsigned int threshold)
     ivec not_above_zero "vec_not_above_zero"(vec a)
@@ -27,6 +26,7 @@ cdef enum:
     RUN = 4096           # floats of an element-wise job [elements]
     BIAS_RUN = 64        # vectors that are added in float32 [vectors]
     BIAS_JOB = 8         # channel blocks of a bias-gradient job [blocks]
+    WORD_RUN = 16        # adjacent channels that use the same word of their Philox calls [channels]
     BIAS_GROUP = 16384   # vectors of an image group of a bias-gradient job [vectors]
 
 ctypedef vec (*unary)(vec x) noexcept nogil
@@ -194,19 +194,21 @@ cdef struct Mask:
     float factor
 
 
-cdef void dropout_plane(const float* x, float* y, Py_ssize_t first, Py_ssize_t pixels, long long sample,
-                        Mask mask) noexcept nogil:
-    """One channel block of one sample; `first` is its first channel."""
-    cdef unsigned int unit[b]
-    cdef Py_ssize_t m
-    cdef int lane
-    cdef ivec dropped
-    for m in range(pixels):
-        for lane in range(b):
-            unit[lane] = <unsigned int>((first + lane) * pixels + m)
-        dropped = philox_below(unit, <unsigned int>sample, <unsigned int>(sample >> 32), mask.epoch, mask.seed,
-                               mask.layer, mask.threshold)
-        store(y + m * b, select(dropped, zero(), load(x + m * b) * mask.factor))
+cdef void dropout_group(const float* x, float* y, Py_ssize_t group, Py_ssize_t blocks, Py_ssize_t pixels,
+                        long long sample, Mask mask) noexcept nogil:
+    """One group of 4*WORD_RUN channels of one sample; x and y are the sample's."""
+    cdef Py_ssize_t part, m, block, at
+    cdef int word
+    cdef ivec dropped[4]
+    for part in range(WORD_RUN // b):
+        for m in range(pixels):
+            philox_below(dropped, <unsigned int>((group * WORD_RUN + part * b) * pixels + m), <unsigned int>pixels,
+                         sample, mask.epoch, mask.seed, mask.layer, mask.threshold)
+            for word in range(4):
+                block = (group * 4 + word) * (WORD_RUN // b) + part
+                if block < blocks:
+                    at = (block * pixels + m) * b
+                    store(y + at, select(dropped[word], zero(), load(x + at) * mask.factor))
 
 
 def dropout(const float[:, :, :, ::1] x,         # IN   (N, CB, M, b)
@@ -216,7 +218,8 @@ def dropout(const float[:, :, :, ::1] x,         # IN   (N, CB, M, b)
             Py_ssize_t channels, int num_threads=1):
     """y = x / (1 - p) with probability 1 - p, else 0; the mask is that of the twin in reference_elementwise.py."""
     checks.dropout(dims(x), dims(y), p, seed, layer, epoch, dims(sample_ids), channels, num_threads)
-    cdef Py_ssize_t blocks = x.shape[1], pixels = x.shape[2], job, jobs = x.shape[0] * blocks
+    cdef Py_ssize_t blocks = x.shape[1], pixels = x.shape[2], image = blocks * pixels * b, job
+    cdef Py_ssize_t groups = (channels + 4 * WORD_RUN - 1) // (4 * WORD_RUN), jobs = x.shape[0] * groups
     cdef Mask mask
     if jobs * pixels == 0:
         return
@@ -228,7 +231,8 @@ def dropout(const float[:, :, :, ::1] x,         # IN   (N, CB, M, b)
     cdef float* py = &y[0, 0, 0, 0]
     cdef const long long* ids = &sample_ids[0]
     for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
-        dropout_plane(px + job * pixels * b, py + job * pixels * b, (job % blocks) * b, pixels, ids[job // blocks], mask)
+        dropout_group(px + job // groups * image, py + job // groups * image, job % groups, blocks, pixels,
+                      ids[job // groups], mask)
 
 
 cdef inline vec sum_run(const float* dy, Py_ssize_t count) noexcept nogil:
@@ -247,15 +251,26 @@ cdef inline vec sum_run(const float* dy, Py_ssize_t count) noexcept nogil:
     return (s0 + s1) + (s2 + s3)
 
 
-cdef void bias_group(const float* dy, Py_ssize_t images, Py_ssize_t image, Py_ssize_t blocks, Py_ssize_t pixels,
+cdef void bias_group(const float* dy, Py_ssize_t images, Py_ssize_t image, int blocks, Py_ssize_t pixels,
                      double* sums) noexcept nogil:
     """sums[block*b + lane] of some images and some adjacent channel blocks."""
-    cdef Py_ssize_t n, k, m
+    cdef vec run[BIAS_JOB]
+    cdef Py_ssize_t n, n0, m
+    cdef Py_ssize_t together = max(1, BIAS_RUN // pixels)      # images whose pixels make up a run
+    cdef int k
     memset(sums, 0, blocks * b * sizeof(double))
-    for n in range(images):
-        for k in range(blocks):
-            for m from 0 <= m < pixels by BIAS_RUN:
-                add_double(sums + k * b, sum_run(dy + n * image + (k * pixels + m) * b, min(BIAS_RUN, pixels - m)))
+    for n0 from 0 <= n0 < images by together:
+        for m from 0 <= m < pixels by BIAS_RUN:
+            for k in range(blocks):
+                run[k] = zero()
+            for n in range(n0, min(n0 + together, images)):
+                for k in range(blocks):
+                    if pixels == 1:
+                        run[k] = run[k] + load(dy + n * image + k * b)
+                    else:
+                        run[k] = run[k] + sum_run(dy + n * image + (k * pixels + m) * b, min(BIAS_RUN, pixels - m))
+            for k in range(blocks):
+                add_double(sums + k * b, run[k])
 
 
 def bias_grad(const float[:, :, :, ::1] dy,      # IN   (N, KB, M, b)
@@ -265,8 +280,10 @@ def bias_grad(const float[:, :, :, ::1] dy,      # IN   (N, KB, M, b)
     checks.bias_grad(dims(dy), dims(dbias), num_threads)
     checks.width("dy", dy.shape[3], b)
     cdef Py_ssize_t count = dy.shape[0], blocks = dy.shape[1], pixels = dy.shape[2], image = blocks * pixels * b
-    cdef Py_ssize_t per_group = max(1, BIAS_GROUP // max(1, pixels * BIAS_JOB))
-    cdef Py_ssize_t groups = (count + per_group - 1) // per_group, spans = (blocks + BIAS_JOB - 1) // BIAS_JOB
+    # One channel block a job reads long runs of memory; where they are short, adjacent blocks are taken together.
+    cdef Py_ssize_t together = 1 if pixels >= BIAS_RUN else BIAS_JOB
+    cdef Py_ssize_t per_group = max(1, BIAS_GROUP // max(1, pixels * together))
+    cdef Py_ssize_t groups = (count + per_group - 1) // per_group, spans = (blocks + together - 1) // together
     cdef Py_ssize_t job, group, k, i
     cdef double total
     if count * pixels == 0:
@@ -278,9 +295,9 @@ def bias_grad(const float[:, :, :, ::1] dy,      # IN   (N, KB, M, b)
         raise MemoryError(f"bias_grad: {groups * blocks * b * sizeof(double)} bytes of partial sums")
     for job in prange(groups * spans, nogil=True, num_threads=num_threads, schedule="static"):
         group = job // spans
-        k = job % spans * BIAS_JOB
+        k = job % spans * together
         bias_group(pdy + group * per_group * image + k * pixels * b, min(per_group, count - group * per_group), image,
-                   min(<Py_ssize_t>BIAS_JOB, blocks - k), pixels, sums + (group * blocks + k) * b)
+                   <int>min(together, blocks - k), pixels, sums + (group * blocks + k) * b)
     for i in range(blocks * b):
         total = 0
         for group in range(groups):

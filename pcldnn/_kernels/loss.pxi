@@ -14,6 +14,9 @@ cdef extern from "simd_math.h" nogil:
     float largest "vec_largest"(vec a)
     vec vexp "vec_exp"(vec x)
 
+cdef enum:
+    LOSS_RUN = 16        # vectors of exp that are added in float32 before the sum goes on in double [vectors]
+
 
 cdef inline vec load_class(const float* logits, Py_ssize_t i, Py_ssize_t classes) noexcept nogil:
     """Logits i..i+b-1, -inf where there is no class."""
@@ -28,17 +31,20 @@ cdef double loss_row(const float* logits, float* dlogits, Py_ssize_t label, Py_s
     """Loss of one sample; writes its gradient."""
     cdef double sums[b]
     cdef double total = 0, wanted = logits[label]
-    cdef vec most = broadcast(-INFINITY), e
+    cdef vec most = broadcast(-INFINITY), run, e
     cdef float shift
-    cdef Py_ssize_t i
+    cdef Py_ssize_t i, start
     for i from 0 <= i < classes by b:
         most = vmax(most, load_class(logits, i, classes))
     shift = largest(most)
     memset(sums, 0, sizeof(sums))
-    for i from 0 <= i < classes by b:
-        e = vexp(load_class(logits, i, classes) - shift)
-        add_double(sums, e)
-        store(dlogits + i, e)
+    for start from 0 <= start < classes by LOSS_RUN * b:
+        run = zero()
+        for i from start <= i < min(start + LOSS_RUN * b, classes) by b:
+            e = vexp(load_class(logits, i, classes) - shift)
+            run = run + e
+            store(dlogits + i, e)
+        add_double(sums, run)
     for i in range(b):
         total += sums[i]
     for i from 0 <= i < classes by b:

@@ -8,10 +8,16 @@
 #    thread in row order, so the sums do not depend on the number of threads.
 # d. The maximum's place is found again from x instead of being stored: x is there anyway, and an index array would
 #    cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
-# e. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand.
+# e. Windows of 2x2 and 3x3 have their sizes compiled in (the window functions are always inlined); others run the same
+#    code with sizes known at run time.
+# f. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand; 2x2 windows
+#    that do not overlap (stride 2, the common case) write over the zeros instead of adding to them.
+
+from libc.math cimport NAN
 
 cdef extern from "simd_math.h" nogil:
     vec vmax "vec_max"(vec a, vec b)
+    ivec isnan "vec_isnan"(vec a)
     void argmax "vec_argmax"(vec* best, ivec* where, vec a, int tap)
     vec where_is "vec_where"(ivec where, int tap, vec a)
     ivec ibroadcast "ivec_set"(int s)
@@ -35,7 +41,7 @@ cdef Pool pool_of(tuple x, tuple y, kernel, stride, padding, bint include_pad):
     return pool
 
 
-cdef inline Window window_of(const Pool* pool, Py_ssize_t p, Py_ssize_t q) noexcept nogil:
+cdef inline Window window_of(Pool pool, Py_ssize_t p, Py_ssize_t q) noexcept nogil:
     """What the window of output (p, q) has inside the image."""
     cdef Window window
     cdef Py_ssize_t h = p * pool.sh - pool.ph, w = q * pool.sw - pool.pw
@@ -44,7 +50,7 @@ cdef inline Window window_of(const Pool* pool, Py_ssize_t p, Py_ssize_t q) noexc
     return window
 
 
-cdef inline float area_of(const Pool* pool, Py_ssize_t p, Py_ssize_t q) noexcept nogil:
+cdef inline float area_of(Pool pool, Py_ssize_t p, Py_ssize_t q) noexcept nogil:
     """Number of pixels that the average of output (p, q) divides by."""
     cdef Window window
     cdef Py_ssize_t h, w
@@ -55,35 +61,99 @@ cdef inline float area_of(const Pool* pool, Py_ssize_t p, Py_ssize_t q) noexcept
     return <float>((window.h1 - window.h0) * (window.w1 - window.w0))
 
 
-cdef void max_row(const Pool* pool, const float* x, float* y, Py_ssize_t p) noexcept nogil:
+cdef inline vec window_max(const float* x, Py_ssize_t row, Py_ssize_t height, Py_ssize_t width) noexcept nogil:
+    """Largest value of a window whose first pixel is at x; `row` floats from one row to the next."""
+    cdef Py_ssize_t h, w
+    cdef vec value, best = load(x)
+    cdef ivec bad = isnan(best)
+    for h in range(height):
+        for w in range(width):
+            value = load(x + h * row + w * b)
+            best = vmax(best, value)
+            bad = bad | isnan(value)
+    return select(bad, broadcast(NAN), best)
+
+
+cdef inline vec window_sum(const float* x, Py_ssize_t row, Py_ssize_t height, Py_ssize_t width) noexcept nogil:
+    """Sum of a window."""
+    cdef Py_ssize_t h, w
+    cdef vec total = zero()
+    for h in range(height):
+        for w in range(width):
+            total = total + load(x + h * row + w * b)
+    return total
+
+
+cdef inline void window_max_grad(const float* x, float* dx, vec grad, Py_ssize_t row, Py_ssize_t height,
+                                 Py_ssize_t width, bint add) noexcept nogil:
+    """Puts grad (`add`: adds it) to dx at the place of the maximum of a window, 0 elsewhere."""
+    cdef Py_ssize_t h, w, at
+    cdef vec best = load(x)
+    cdef ivec where = ibroadcast(0)
+    for h in range(height):
+        for w in range(width):
+            argmax(&best, &where, load(x + h * row + w * b), <int>(h * width + w))
+    for h in range(height):
+        for w in range(width):
+            at = h * row + w * b
+            if add:
+                store(dx + at, load(dx + at) + where_is(where, <int>(h * width + w), grad))
+            else:
+                store(dx + at, where_is(where, <int>(h * width + w), grad))
+
+
+cdef inline void window_fill(float* dx, vec share, Py_ssize_t row, Py_ssize_t height, Py_ssize_t width,
+                             bint add) noexcept nogil:
+    """Puts share (`add`: adds it) to dx all over a window."""
+    cdef Py_ssize_t h, w, at
+    for h in range(height):
+        for w in range(width):
+            at = h * row + w * b
+            if add:
+                store(dx + at, load(dx + at) + share)
+            else:
+                store(dx + at, share)
+
+
+cdef void max_row(Pool pool, const float* x, float* y, Py_ssize_t p) noexcept nogil:
     """Output row p of one plane."""
-    cdef Py_ssize_t q, h, w
+    cdef Py_ssize_t q, height, width, row = pool.w * b
     cdef Window window
+    cdef const float* first
     cdef vec best
     for q in range(pool.q):
         window = window_of(pool, p, q)
-        best = load(x + (window.h0 * pool.w + window.w0) * b)
-        for h in range(window.h0, window.h1):
-            for w in range(window.w0, window.w1):
-                best = vmax(best, load(x + (h * pool.w + w) * b))
+        first = x + window.h0 * row + window.w0 * b
+        height, width = window.h1 - window.h0, window.w1 - window.w0
+        if height == 2 and width == 2:
+            best = window_max(first, row, 2, 2)
+        elif height == 3 and width == 3:
+            best = window_max(first, row, 3, 3)
+        else:
+            best = window_max(first, row, height, width)
         store(y + (p * pool.q + q) * b, best)
 
 
-cdef void average_row(const Pool* pool, const float* x, float* y, Py_ssize_t p) noexcept nogil:
+cdef void average_row(Pool pool, const float* x, float* y, Py_ssize_t p) noexcept nogil:
     """Output row p of one plane."""
-    cdef Py_ssize_t q, h, w
+    cdef Py_ssize_t q, height, width, row = pool.w * b
     cdef Window window
+    cdef const float* first
     cdef vec total
     for q in range(pool.q):
         window = window_of(pool, p, q)
-        total = zero()
-        for h in range(window.h0, window.h1):
-            for w in range(window.w0, window.w1):
-                total = total + load(x + (h * pool.w + w) * b)
+        first = x + window.h0 * row + window.w0 * b
+        height, width = window.h1 - window.h0, window.w1 - window.w0
+        if height == 2 and width == 2:
+            total = window_sum(first, row, 2, 2)
+        elif height == 3 and width == 3:
+            total = window_sum(first, row, 3, 3)
+        else:
+            total = window_sum(first, row, height, width)
         store(y + (p * pool.q + q) * b, total / broadcast(area_of(pool, p, q)))
 
 
-cdef inline Py_ssize_t clear_rows(const Pool* pool, float* dx, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+cdef inline Py_ssize_t clear_rows(Pool pool, float* dx, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Zeros in rows start..stop-1 of a plane; returns the first row that is not cleared yet."""
     if stop > start:
         memset(dx + start * pool.w * b, 0, (stop - start) * pool.w * b * sizeof(float))
@@ -91,48 +161,52 @@ cdef inline Py_ssize_t clear_rows(const Pool* pool, float* dx, Py_ssize_t start,
     return start
 
 
-cdef void max_plane_grad(const Pool* pool, const float* x, const float* dy, float* dx) noexcept nogil:
+cdef inline bint windows_apart(Pool pool) noexcept nogil:
+    """Whether no pixel is in two windows."""
+    return pool.kh <= pool.sh and pool.kw <= pool.sw
+
+
+cdef void max_plane_grad(Pool pool, const float* x, const float* dy, float* dx) noexcept nogil:
     """dx of one plane."""
-    cdef Py_ssize_t p, q, h, w, at, cleared = 0
-    cdef int tap
+    cdef Py_ssize_t p, q, first, height, width, row = pool.w * b, cleared = 0
     cdef Window window
-    cdef vec best, grad
-    cdef ivec where
+    cdef vec grad
+    cdef bint apart = windows_apart(pool)
     for p in range(pool.p):
         cleared = clear_rows(pool, dx, cleared, window_of(pool, p, 0).h1)
         for q in range(pool.q):
             window = window_of(pool, p, q)
-            best = load(x + (window.h0 * pool.w + window.w0) * b)
-            where = ibroadcast(0)
-            tap = 0
-            for h in range(window.h0, window.h1):
-                for w in range(window.w0, window.w1):
-                    argmax(&best, &where, load(x + (h * pool.w + w) * b), tap)
-                    tap = tap + 1
+            first = window.h0 * row + window.w0 * b
+            height, width = window.h1 - window.h0, window.w1 - window.w0
             grad = load(dy + (p * pool.q + q) * b)
-            tap = 0
-            for h in range(window.h0, window.h1):
-                for w in range(window.w0, window.w1):
-                    at = (h * pool.w + w) * b
-                    store(dx + at, load(dx + at) + where_is(where, tap, grad))
-                    tap = tap + 1
+            if height == 2 and width == 2 and apart:
+                window_max_grad(x + first, dx + first, grad, row, 2, 2, False)
+            elif height == 3 and width == 3:
+                window_max_grad(x + first, dx + first, grad, row, 3, 3, True)
+            else:
+                window_max_grad(x + first, dx + first, grad, row, height, width, True)
     clear_rows(pool, dx, cleared, pool.h)
 
 
-cdef void average_plane_grad(const Pool* pool, const float* dy, float* dx) noexcept nogil:
+cdef void average_plane_grad(Pool pool, const float* dy, float* dx) noexcept nogil:
     """dx of one plane."""
-    cdef Py_ssize_t p, q, h, w, at, cleared = 0
+    cdef Py_ssize_t p, q, first, height, width, row = pool.w * b, cleared = 0
     cdef Window window
     cdef vec share
+    cdef bint apart = windows_apart(pool)
     for p in range(pool.p):
         cleared = clear_rows(pool, dx, cleared, window_of(pool, p, 0).h1)
         for q in range(pool.q):
             window = window_of(pool, p, q)
+            first = window.h0 * row + window.w0 * b
+            height, width = window.h1 - window.h0, window.w1 - window.w0
             share = load(dy + (p * pool.q + q) * b) / broadcast(area_of(pool, p, q))
-            for h in range(window.h0, window.h1):
-                for w in range(window.w0, window.w1):
-                    at = (h * pool.w + w) * b
-                    store(dx + at, load(dx + at) + share)
+            if height == 2 and width == 2 and apart:
+                window_fill(dx + first, share, row, 2, 2, False)
+            elif height == 3 and width == 3:
+                window_fill(dx + first, share, row, 3, 3, True)
+            else:
+                window_fill(dx + first, share, row, height, width, True)
     clear_rows(pool, dx, cleared, pool.h)
 
 
@@ -150,7 +224,7 @@ def max_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, 
     cdef float* py = &y[0, 0, 0, 0, 0]
     for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
         plane = job // pool.p
-        max_row(&pool, px + plane * pool.h * pool.w * b, py + plane * pool.p * pool.q * b, job % pool.p)
+        max_row(pool, px + plane * pool.h * pool.w * b, py + plane * pool.p * pool.q * b, job % pool.p)
 
 
 def max_pool2d_input_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W, b)
@@ -169,7 +243,7 @@ def max_pool2d_input_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, 
     cdef const float* pdy = &dy[0, 0, 0, 0, 0]
     cdef float* pdx = &dx[0, 0, 0, 0, 0]
     for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
-        max_plane_grad(&pool, px + job * image, pdy + job * output, pdx + job * image)
+        max_plane_grad(pool, px + job * image, pdy + job * output, pdx + job * image)
 
 
 def avg_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, W, b)
@@ -186,7 +260,7 @@ def avg_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, 
     cdef float* py = &y[0, 0, 0, 0, 0]
     for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
         plane = job // pool.p
-        average_row(&pool, px + plane * pool.h * pool.w * b, py + plane * pool.p * pool.q * b, job % pool.p)
+        average_row(pool, px + plane * pool.h * pool.w * b, py + plane * pool.p * pool.q * b, job % pool.p)
 
 
 def avg_pool2d_input_grad(const float[:, :, :, :, ::1] dy,    # IN   (N, CB, P, Q, b)
@@ -202,4 +276,4 @@ def avg_pool2d_input_grad(const float[:, :, :, :, ::1] dy,    # IN   (N, CB, P, 
     cdef const float* pdy = &dy[0, 0, 0, 0, 0]
     cdef float* pdx = &dx[0, 0, 0, 0, 0]
     for job in prange(jobs, nogil=True, num_threads=num_threads, schedule="static"):
-        average_plane_grad(&pool, pdy + job * pool.p * pool.q * b, pdx + job * pool.h * pool.w * b)
+        average_plane_grad(pool, pdy + job * pool.p * pool.q * b, pdx + job * pool.h * pool.w * b)

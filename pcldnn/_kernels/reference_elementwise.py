@@ -69,18 +69,20 @@ def philox(counter, key):
 def dropout(x, y, p, seed, layer, epoch, sample_ids, channels, num_threads=1):
     """y = x / (1 - p) with probability 1 - p, else 0, for x (N, CB, M, b); the same call makes the gradient from dy.
 
-    Unit u = c*M + m of a sample is dropped when the first word of Philox(key = (seed, layer), counter = (u, low and
-    high half of the sample id, epoch)) is under p * 2^32: the mask depends on nothing else.
+    Pixel m of channel c is dropped when word (c // 16) % 4 of Philox(key = (seed, layer), counter = (unit, low and high
+    half of the sample id, epoch)) is under p * 2^32, with unit = (c // 64 * 16 + c % 16) * M + m. The mask depends on
+    nothing else, the SIMD width least of all: channels 16 apart share a call, because they share a lane of vectors.
     """
     checks.dropout(x.shape, y.shape, p, seed, layer, epoch, sample_ids.shape, channels, num_threads)
     n, cb, m, b = x.shape
-    channel = np.arange(cb)[:, None, None] * b + np.arange(b)
-    unit = (channel * m + np.arange(m)[:, None]) & 0xFFFFFFFF  # (CB, M, b); padded lanes hold zeros anyway
+    channel = np.arange(cb)[:, None, None] * b + np.arange(b)             # (CB, 1, b)
+    unit = (channel // 64 * 16 + channel % 16) * m + np.arange(m)[:, None]  # (CB, M, b)
     threshold = np.uint32(min(round(p * 2**32), 2**32 - 1))
     factor = x.dtype.type(1 / (1 - p))
     for i in range(n):
         sample = int(sample_ids[i]) & (2**64 - 1)
-        word = philox((unit, sample & 0xFFFFFFFF, sample >> 32, epoch), (seed, layer))[0]
+        words = philox((unit, sample & 0xFFFFFFFF, sample >> 32, epoch), (seed, layer))
+        word = np.choose(channel // 16 % 4, words)
         y[i] = np.where(word >= threshold, x[i] * factor, 0)
 
 
