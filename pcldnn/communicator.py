@@ -14,6 +14,7 @@ c. Counts are cut to `max_count` elements a message, far below 2^31-1, where the
 d. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
 """
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -70,6 +71,23 @@ def create(comm=None, single_process=False):
         if message:
             raise LaunchError(message)
     return Communicator()
+
+
+@contextlib.contextmanager
+def guard_imports():
+    """Context manager for the first imports of a program that is started under mpirun.
+
+    MPI is not started yet, and a rank that fails there, say because its CPU lacks the ISA that was asked for,
+    would leave the others waiting in MPI's own start (MPICH).  So it starts MPI, too, and ends the job.
+    """
+    try:
+        yield
+    except Exception:
+        found = launcher.launches()
+        if found and found[0].tasks > 1:
+            with create() as comm, comm.abort_on_error():
+                raise
+        raise
 
 
 def mpi_information():

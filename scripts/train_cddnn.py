@@ -3,9 +3,12 @@
 import math
 import sys
 
-from pcldnn import models
-from pcldnn.arguments import Job
-from pcldnn.script import main
+from pcldnn.communicator import guard_imports
+
+with guard_imports():
+    from pcldnn import models
+    from pcldnn.arguments import Job
+    from pcldnn.script import main
 
 JOB = Job(
     title="CD-DNN",

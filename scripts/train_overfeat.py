@@ -2,9 +2,12 @@
 """Train OverFeat-FAST: mpirun -n 2 python scripts/train_overfeat.py --synthetic --minibatch 32 --steps 20"""
 import sys
 
-from pcldnn import models
-from pcldnn.arguments import Job
-from pcldnn.script import main
+from pcldnn.communicator import guard_imports
+
+with guard_imports():
+    from pcldnn import models
+    from pcldnn.arguments import Job
+    from pcldnn.script import main
 
 JOB = Job(
     title="OverFeat-FAST",

@@ -2,9 +2,12 @@
 """Train VGG-A, alone or on any number of ranks: mpirun -n 2 python scripts/train_vgg.py"""
 import sys
 
-from pcldnn import models
-from pcldnn.arguments import Job
-from pcldnn.script import main
+from pcldnn.communicator import guard_imports
+
+with guard_imports():
+    from pcldnn import models
+    from pcldnn.arguments import Job
+    from pcldnn.script import main
 
 JOB = Job(
     title="VGG-A",

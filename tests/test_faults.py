@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,29 @@ def test_an_error_that_all_ranks_raise_is_printed_once(run_mpi):
 def test_unlike_ranks_are_refused_with_the_difference(run_mpi):
     """A18."""
     one_traceback(ends(run_mpi, "disagree", "all"), "disagree about fc6: ranks 0, 2: 500; rank 1: 501")
+
+
+def test_a_rank_cannot_import_its_kernels(run_mpi):
+    """Before MPI is started."""
+    result = run_mpi(3, "tests/mpi/import_error.py", check=False)
+    one_traceback(result, "pcldnn: rank 1 of 3", "ImportError: PCLDNN_ISA=nonsense")
+    assert result.returncode != 0
+
+
+def test_run_mpi_kills_a_job_that_hangs(run_mpi):
+    """The tests' own safety net: the test fails, says where the ranks were, and leaves no process behind."""
+    with pytest.raises(pytest.fail.Exception) as failure:
+        run_mpi(2, [PROGRAM, "exception", "7"], timeout=4, env={"PCLDNN_HANGING": "1"})
+    assert "hung: killed after 4 s" in str(failure.value)
+    assert 'faults.py", line' in str(failure.value), failure.value
+    assert not [pid for pid in os.listdir("/proc") if b"PCLDNN_HANGING=1" in environment_of(pid)]
+
+
+def environment_of(pid):
+    try:
+        return Path("/proc", pid, "environ").read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -65,7 +65,8 @@ def disagree(comm):
 def posted(comm):
     """Fails while an exchange is under way."""
     buffer = np.ones(1 << 20, np.float32)
-    comm._comm.Ireduce_scatter(comm._MPI.IN_PLACE, buffer, [1 << 20] + [0] * (comm.size - 1))
+    world = comm._MPI.COMM_WORLD
+    world.Ireduce_scatter(comm._MPI.IN_PLACE, buffer, [buffer.size] + [0] * (world.size - 1))
     raise ValueError(f"boom on rank {comm.rank}")
 
 
