@@ -49,7 +49,7 @@ def optimisation_flags():
     """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted."""
     if DEBUG:
         return ["-O1", "-g", "-ffp-contract=fast"]
-    return ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    return ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def isas_to_build():
@@ -69,15 +69,12 @@ def isas_to_build():
 
 
 def extensions():
-    """Every extension module, cythonized. Each ISA has its own build_dir, or they would share one C file."""
-    directives = {"boundscheck": DEBUG, "embedsignature": True}
-    sources = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
-    built = cythonize(
-        [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2", "-fopenmp"],
-                   extra_link_args=["-fopenmp"])],
-        build_dir="build/cython/cpu", compiler_directives=directives)
+    """Every extension module, turned into C."""
+    built = [cythonized("cpu", Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")],
+                                         extra_compile_args=["-O2", "-fopenmp"], extra_link_args=["-fopenmp"]))]
+    headers = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
     for row in isas_to_build():
-        extension = Extension(
+        built.append(cythonized(row.name, Extension(
             f"pcldnn._kernels.kernels_{row.name}",
             [str(KERNELS / "kernels.pyx")],
             include_dirs=[str(KERNELS)],
@@ -85,11 +82,30 @@ def extensions():
                            ("CYTHON_INLINE", "inline __attribute__((always_inline, unused))")],
             extra_compile_args=[*optimisation_flags(), "-fopenmp", "-Wno-unused-function", *row.flags],
             extra_link_args=["-fopenmp"],
-            depends=sources,
-        )
-        (extension,) = cythonize([extension], build_dir=f"build/cython/{row.name}", compiler_directives=directives)
-        built.append(extension)
+            depends=headers,
+        )))
     return built
+
+
+def cythonized(name, extension):
+    """The extension with its .pyx turned into C, in a folder of its own: the ISAs would share one C file otherwise.
+
+    Flags are put back as they were, because Cython adds those of earlier calls for the same .pyx to them. They are
+    noted in a file that the module depends on, so that a build with other flags does not take old modules for new.
+    """
+    flags = {key: list(getattr(extension, key)) for key in
+             ("include_dirs", "define_macros", "extra_compile_args", "extra_link_args", "depends")}
+    folder = Path("build/cython", name + ("-debug" if DEBUG else ""))
+    folder.mkdir(parents=True, exist_ok=True)
+    note = Path("build/cython", f"{name}.flags")
+    if not note.exists() or note.read_text() != repr(flags):
+        note.write_text(repr(flags))
+    flags["depends"].append(str(note))
+    (extension,) = cythonize([extension], build_dir=str(folder),
+                             compiler_directives={"boundscheck": DEBUG, "embedsignature": True})
+    for key, value in flags.items():
+        setattr(extension, key, value)
+    return extension
 
 
 class BuildExtensions(build_ext):
