@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs all tests: bash scripts/test.sh [arguments of pytest]
+#
+# The tests of kernels run on every instruction set that this CPU has. Layers, networks and training under MPI are
+# tested as a user has them, on the best of these; once more, in part, on each of the others.
+# With arguments, pytest runs once with these.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh test
+python=.venv/bin/python
+if [ $# -gt 0 ]; then
+    exec "$python" -m pytest "$@"
+fi
+for target in $("$python" -c 'from pcldnn import _kernels as k; print(*(t for t in k.targets if t != k.TARGET))'); do
+    echo "pcldnn: layers, networks and training with PCLDNN_ISA=$target"
+    PCLDNN_ISA=$target "$python" -m pytest -q tests/test_layers.py tests/test_network.py tests/test_examples.py
+done
+echo "pcldnn: all tests"
+exec "$python" -m pytest -q
