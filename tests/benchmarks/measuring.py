@@ -1,0 +1,186 @@
+"""How it is measured: rounds, the machine's two rooflines in the same run, and what is written beside each result."""
+
+import contextlib
+import ctypes
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from pcldnn import _kernels, machine
+
+LONG = 2.0  # [s] a call from here on gets few rounds
+VERY_LONG = 15.0  # [s] and from here on one
+
+
+class Rates:
+    """Peak and bandwidth of the machine, measured again when they are old: clocks change during a run.
+
+    The peak is that of the strongest instruction set, so one number is the yardstick of every row of a moment.
+    """
+
+    PEAK_AGE, TRIAD_AGE = 10.0, 60.0  # [s]
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._peak, self._triad = (0.0, -1e9), (0.0, -1e9)  # value, when
+        self._highest = 0.0
+
+    @property
+    def peak(self) -> float:
+        """The FMA loop of 12 accumulators on all threads, best of several [flop/s]."""
+        if time.monotonic() - self._peak[1] > self.PEAK_AGE:
+            value = machine.measure_flops(self.threads)
+            for _ in range(3):  # so low is not the clock but somebody else on our cores
+                if value < 0.8 * self._highest:
+                    value = max(value, machine.measure_flops(self.threads))
+            self._highest = max(self._highest, value)
+            self._peak = value, time.monotonic()
+        return self._peak[0]
+
+    @property
+    def triad(self) -> float:
+        """STREAM triad on all threads, best of several [byte/s]."""
+        if time.monotonic() - self._triad[1] > self.TRIAD_AGE:
+            self._triad = machine.measure_bandwidth(self.threads), time.monotonic()
+        return self._triad[0]
+
+
+def measure(benchmark, row, call, config) -> float | None:
+    """Run `call` in rounds of at least a millisecond for about --benchmark-max-time; the median [s].
+
+    At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. The first call, which
+    touches memory for the first time, is not counted. None with --benchmark-disable.
+    """
+    benchmark.group = row.group
+    if benchmark.disabled:
+        benchmark.pedantic(call)
+        return None
+    seconds = _timed(call)
+    if seconds < LONG:
+        seconds = min(seconds, _timed(call))
+    most_time, least = float(config.getoption("benchmark_max_time")), config.getoption("benchmark_min_rounds")
+    if seconds > LONG:
+        least = min(least, 3 if seconds < VERY_LONG else 1)
+    iterations = max(int(1e-3 / max(seconds, 1e-7)), 1)
+    rounds = min(max(int(most_time / (seconds * iterations)), least), 1000)
+    benchmark.pedantic(call, rounds=rounds, iterations=iterations)
+    return benchmark.stats.stats.median
+
+
+def _timed(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=None, **more) -> None:
+    """Write what a row's times mean beside them.
+
+    Parameters
+    ----------
+    flop : int
+        Work of a call, a multiply-add counted as 2, taps that fall in the padding counted [flop].
+    moved : int, optional
+        Bytes that a call must move at least: every array once [byte].
+    median : float, optional
+        Seconds; without it (--benchmark-disable) no rates are written.
+    """
+    benchmark.extra_info.update(
+        {"net": row.net, "layer": row.layer, "pass": row.pass_name, "algorithm": algorithm, "target": target,
+         "threads": rates.threads, "minibatch": row.minibatch, "flop": flop, **more}
+    )  # fmt: skip
+    if median is None:
+        return
+    benchmark.extra_info.update(
+        gflops=flop / median / 1e9, peak_share=flop / median / rates.peak, peak_gflops=rates.peak / 1e9
+    )
+    if moved is not None:
+        triad = rates.triad
+        benchmark.extra_info.update(
+            bytes=moved, bytes_per_s=moved / median, triad_share=moved / median / triad, triad_bytes_per_s=triad
+        )
+
+
+@contextlib.contextmanager
+def running_on(target: str):
+    """As if PCLDNN_ISA had asked for a target, with NumPy's BLAS on as many threads as the kernels would have."""
+    module = _kernels.targets[target]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "_target", module)
+        patch.setattr(_kernels, "TARGET", target)
+        patch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
+        machine._detect.cache_clear()
+        yield module
+    machine._detect.cache_clear()
+
+
+@contextlib.contextmanager
+def blas_threads(threads: int):
+    """Limit NumPy's BLAS, if threadpoolctl is installed (else set OPENBLAS_NUM_THREADS)."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        yield
+        return
+    with threadpool_limits(threads, "blas"):
+        yield
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
+
+
+@contextlib.contextmanager
+def memory_kept():
+    """Freed memory stays with the process, so that a peer that allocates its result in each call finds it warm.
+
+    Otherwise a large result costs PyTorch more in page faults than in arithmetic, and we would be measuring that.
+    """
+    libc = _glibc()
+    if libc is None:
+        yield
+        return
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:  # where glibc's own adaptive thresholds end up in a process that has freed a large block
+        libc.mallopt(M_MMAP_MAX, 65536)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 * 1024**2)
+        libc.mallopt(M_TRIM_THRESHOLD, 64 * 1024**2)
+        libc.malloc_trim(0)
+
+
+def _glibc():
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return libc if libc.mallopt and libc.malloc_trim else None
+    except (OSError, AttributeError):
+        return None
+
+
+class PeakMemory:
+    """Most memory that this process held in a `with` block beyond what it held before [byte]; 0 where unknown."""
+
+    def __enter__(self):
+        libc = _glibc()
+        if libc is not None:
+            libc.malloc_trim(0)
+        self.bytes = 0
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+            self.before = self._status("VmRSS")
+        except OSError:
+            self.before = None
+        return self
+
+    def __exit__(self, *error):
+        if self.before is not None:
+            self.bytes = max(self._status("VmHWM") - self.before, 0)
+
+    @staticmethod
+    def _status(key: str) -> int:
+        return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])

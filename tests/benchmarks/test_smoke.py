@@ -1,0 +1,67 @@
+"""The benchmarks of one small network, so that they do not rot. Times are not looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pytest_benchmark")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KEYS = {"net", "layer", "pass", "algorithm", "target", "threads", "minibatch", "gflops", "peak_share"}
+
+
+def run(*arguments):
+    """Run a Python program that must succeed."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True,
+                          timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """JSON file of a run over everything of the tiny network."""
+    file = tmp_path_factory.mktemp("benchmark") / "results.json"
+    run("-m", "pytest", "tests/benchmarks", "-q", "-p", "no:cacheprovider", "--benchmark-only", "--nets=tiny",
+        "--minibatch=2", "--benchmark-min-rounds=1", "--benchmark-max-time=0.001",
+        f"--benchmark-json={file}")  # fmt: skip
+    return file
+
+
+def test_every_row_says_what_it_is(results):
+    rows = json.loads(results.read_text())["benchmarks"]
+    infos = [row["extra_info"] for row in rows]
+    assert all(KEYS <= set(info) for info in infos)
+    layers = {(info["layer"], info["pass"]) for info in infos}
+    assert {("conv1", "forward"), ("conv2", "input_grad"), ("pool1", "input_grad"), ("fc7", "weight_grad"),
+            ("all", "step"), ("sgd", "update")} <= layers  # fmt: skip
+    assert ("conv1", "input_grad") not in layers
+    computing = [info for info in infos if info["layer"][:4] in ("conv", "fc6", "fc7", "all")]
+    assert all(info["gflops"] > 0 and info["peak_share"] > 0 for info in computing)
+    assert all(info["bytes_per_s"] > 0 and info["triad_share"] > 0 for info in infos if info["pass"] != "step")
+
+
+def test_rows_of_a_layer_and_pass_form_a_group(results):
+    groups = {}
+    for row in json.loads(results.read_text())["benchmarks"]:
+        groups.setdefault(row["group"], []).append(row["extra_info"]["target"])
+    assert all("reference" in targets and len(targets) == len(set(targets)) >= 2 for targets in groups.values())
+
+
+def test_report(results, tmp_path):
+    page = tmp_path / "performance.md"
+    page.write_text("# Performance\n\nWritten by hand.\n")
+    run("scripts/benchmark_report.py", results, "--output", page, "--no-plot")
+    text = page.read_text()
+    assert text.startswith("# Performance\n\nWritten by hand.\n")
+    assert "| tiny | conv2 | weight_grad |" in text
+    run("scripts/benchmark_report.py", results, "--output", page, "--no-plot")
+    assert page.read_text() == text
+
+
+def test_plot(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("scripts/benchmark_report.py", results, "--output", tmp_path / "performance.md")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")

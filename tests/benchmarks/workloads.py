@@ -1,0 +1,135 @@
+"""What is measured: the layers of the paper's three networks, under the names that results go by.
+
+A `Layer` here is one place in a network: its LayerPlan comes from `Network.plan`, so it has the blocking and the
+algorithm that training uses. A `Row` is one line of the results: a layer, a pass, a minibatch, and who computes it.
+"""
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import lru_cache
+
+import numpy as np
+
+from pcldnn import Network, models
+from pcldnn.layers import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from pcldnn.layers.base import PASSES, LayerPlan
+from pcldnn.layout import aligned_zeros
+
+
+def tiny() -> Network:
+    """A network to try the benchmarks themselves with, in a second."""
+    images = [Conv2d(3, 8, 3, padding=1), ReLU(), MaxPool2d(2), Conv2d(8, 16, 3, padding=1), ReLU(), MaxPool2d(2)]
+    return Network([*images, Flatten(), Linear(64, 16), ReLU(), Linear(16, 10)], (3, 8, 8))
+
+
+NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn, "tiny": tiny}
+KINDS = {Conv2d: "conv", Linear: "fc", MaxPool2d: "pool", AvgPool2d: "pool"}
+
+# Images when --minibatch does not say: convolutions as in PERFORMANCE.md, pooling enough to leave the caches, fully
+# connected layers at the two ends of what a rank gets.
+MINIBATCHES = {"conv": (8,), "pool": (32,), "fc": (64, 256)}
+STEP_MINIBATCHES = {"vgg_a": 32, "overfeat_fast": 32, "cd_dnn": 1024, "tiny": 4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results."""
+
+    net: str
+    layer: str  # "conv1", "pool1", "fc6", ...; "all" for a training step
+    pass_name: str
+    minibatch: int
+    by: str  # a target of ours, "torch", or "onednn": what oneDNN's primitives take inside PyTorch
+
+    @property
+    def name(self) -> str:
+        return f"{self.group.replace(' ', '-')}-{self.by}"
+
+    @property
+    def group(self) -> str:
+        """What rows that compete have in common."""
+        return f"{self.net} {self.layer} {self.pass_name} n{self.minibatch}"
+
+    @property
+    def kind(self) -> str:
+        return self.layer.rstrip("0123456789")
+
+
+@lru_cache
+def outline(net: str) -> Network:
+    """A network to be asked for plans. Never prepared, so it holds no arrays."""
+    return NETWORKS[net]()
+
+
+def layers(net: str, minibatch: int = 1, threads: int = 1) -> dict[str, LayerPlan]:
+    """The plans of a network's convolutions, pooling and fully connected layers, by name.
+
+    Convolutions and pooling layers count from 1. Fully connected layers go on at 6 after convolutions: both networks
+    have five stages of them.
+    """
+    plans = outline(net).plan(minibatch, threads=threads).layers
+    counts = {"conv": 0, "pool": 0, "fc": 5 if any(isinstance(plan.layer, Conv2d) for plan in plans) else 0}
+    named = {}
+    for plan in plans:
+        kind = KINDS.get(type(plan.layer))
+        if kind:
+            counts[kind] += 1
+            named[f"{kind}{counts[kind]}"] = plan
+    return named
+
+
+def layer_plan(row: Row, threads: int) -> LayerPlan:
+    """The plan of a layer whose pass is measured by itself, as a library's primitive computes it.
+
+    Forward is with bias; the activation behind it is left out. The weight gradient is that of the weights only, for
+    the gradient of the bias is another pass over the data, and bound by memory.
+    """
+    plan = replace(layers(row.net, row.minibatch, threads)[row.layer], fused=None)
+    if row.pass_name == "weight_grad":
+        plan = replace(plan, layer=replace(plan.layer, bias=False), parameters=plan.parameters[:1])
+    return plan
+
+
+def passes(plan: LayerPlan) -> list[str]:
+    """The passes of a layer that training makes: the first layer of a network has no input gradient."""
+    return [name for name in PASSES if getattr(plan, name)]
+
+
+def layer_rows(options) -> list[Row]:
+    """Every layer in every pass, those who compute the same one after the other."""
+    rows = []
+    for net in options.nets:
+        for layer, plan in layers(net).items():
+            if not any(fnmatch(layer, pattern) for pattern in options.layers):
+                continue
+            wanted = [name for name in passes(plan) if name in options.passes]
+            minibatches = options.minibatch or MINIBATCHES[layer.rstrip("0123456789")]
+            by = [*options.targets, *(["torch"] if options.peer else [])]
+            if options.peer and not layer.startswith("pool"):
+                by.append("onednn")
+            rows += [Row(net, layer, name, n, who) for n in minibatches for name in wanted for who in by]
+    return rows
+
+
+def step_rows(options) -> list[Row]:
+    """The whole training step of each network."""
+    if "step" not in options.passes:
+        return []
+    by = [*options.targets, *(["torch"] if options.peer else [])]
+    return [
+        Row(net, "all", "step", n, who)
+        for net in options.nets
+        for n in (options.minibatch or (STEP_MINIBATCHES[net],))
+        for who in by
+    ]
+
+
+def filled(shape) -> np.ndarray:
+    """A float32 array of normal numbers, repeated after a while: quicker to make than all new ones."""
+    array = aligned_zeros(tuple(shape))
+    few = np.random.default_rng(0).standard_normal(min(array.size, 1_000_003), np.float32)
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, few.size or 1):
+        part = flat[start : start + few.size]
+        part[...] = few[: part.size]
+    return array
