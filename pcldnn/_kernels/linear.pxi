@@ -3,155 +3,168 @@
 # a. Weights live in one blocked layout for good, (KB, F, b): k innermost. Forward reads it in order. The input
 #    gradient needs it transposed: small panels are transposed in registers just before all samples use them, which
 #    costs 1/8 to 1/100 of the products and no second copy of the weights.
-# b. The activations, a few per cent of the bytes, are packed once per call in panels of CHUNK features (`pack_panels`).
-#    Rows of 4096 floats would lie exactly a multiple of the cache's set span apart and evict one another; the rows
-#    of a panel are PANEL = CHUNK + 16 floats apart.
-# c. Loops: chunk of the summed dimension (its filters in L1), block of SAMPLES (its panel in L2), pair of vectors of
-#    outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
+# b. The activations, a few per cent of the bytes, are packed once per call in the order in which register tiles read
+#    them: TILE samples (or TILE features) innermost. Every stream of the micro-kernel is then contiguous, and rows of
+#    4096 floats, a multiple of the cache's set span, cannot evict one another.
+# c. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
+#    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
 # d. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
 
 cdef enum:
     CHUNK = 256              # features summed per visit [elements]
-    PANEL = CHUNK + 16       # distance of the rows of a panel [elements]
-    SAMPLES = 120            # samples per visit; a multiple of the common tiles
+    SAMPLE_TILES = 20        # tiles of samples per visit
+    SAMPLES = 128            # samples summed per visit of a block of dweight
     GROUP = 4                # most pairs of vectors of outputs that a job handles
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
     """Elements of the scratch array that every pass of a layer of F features and K outputs needs [elements]."""
-    return N * PANEL * ((F + CHUNK - 1) // CHUNK + (K + 2 * b + CHUNK - 1) // CHUNK)
+    return tiles_of(N) * TILE * max(F, K) + N * (tiles_of(F) * TILE + K + 2 * b)
 
 
-cdef inline Py_ssize_t panels_size(Py_ssize_t N, Py_ssize_t F) noexcept nogil:
-    return N * PANEL * ((F + CHUNK - 1) // CHUNK)
+cdef void pack_samples(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
+    """x (N, F) to (tiles of samples, F, TILE); a tile of fewer than TILE samples leaves its last places unread."""
+    cdef int tiles = tiles_of(N)
+    cdef Py_ssize_t job, n, f, first, chunks = (F + CHUNK - 1) // CHUNK
+    for job in prange(tiles * chunks, num_threads=num_threads, schedule="static"):
+        pack_tile(x, N, F, packed, tiles, <int>(job // chunks), job % chunks * CHUNK)
 
 
-cdef inline float* panel_row(float* panels, Py_ssize_t N, Py_ssize_t chunk, Py_ssize_t n) noexcept nogil:
-    return panels + (chunk * N + n) * PANEL
+cdef void pack_tile(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int tiles, int tile,
+                    Py_ssize_t f0) noexcept nogil:
+    cdef Py_ssize_t first = tile_start(N, tiles, tile), width = tile_start(N, tiles, tile + 1) - first
+    cdef Py_ssize_t f, p, f1 = min(f0 + CHUNK, F)
+    cdef float* out = packed + tile * F * TILE
+    for p in range(width):
+        for f in range(f0, f1):
+            out[f * TILE + p] = x[(first + p) * F + f]
 
 
-cdef void pack_panels(const float* x, Py_ssize_t N, Py_ssize_t F, float* panels, int num_threads) noexcept nogil:
-    """x (N, F) to panels (chunks, N, PANEL); the tail of a row is never read."""
-    cdef Py_ssize_t job, chunks = (F + CHUNK - 1) // CHUNK
-    cdef Py_ssize_t n, chunk
-    for job in prange(chunks * N, num_threads=num_threads, schedule="static"):
-        chunk = job // N
-        n = job % N
-        memcpy(panel_row(panels, N, chunk, n), x + n * F + chunk * CHUNK, min(CHUNK, F - chunk * CHUNK) * sizeof(float))
+cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
+    """x (N, F) to (tiles of features, N, TILE)."""
+    cdef int t, tiles = tiles_of(F)
+    cdef Py_ssize_t n, p, first, width
+    for t in prange(tiles, num_threads=num_threads, schedule="static"):
+        first = tile_start(F, tiles, t)
+        width = tile_start(F, tiles, t + 1) - first
+        for n in range(N):
+            for p in range(width):
+                packed[(t * N + n) * TILE + p] = x[n * F + first + p]
 
 
-cdef inline void linear_tiles(const float* x, Py_ssize_t n0, Py_ssize_t n1, const float* w, Py_ssize_t wv,
-                              Py_ssize_t steps, float* y, Py_ssize_t y_row, const float* bias, bint first, bint relu,
-                              bint two) noexcept nogil:
-    """Samples n0..n1 of y's pair of vectors += panel x times w, or = bias + that when `first`."""
+cdef inline Reduction contiguous(Py_ssize_t steps, Py_ssize_t w0) noexcept nogil:
+    """The sum over `steps` places of a packed tile and as many vectors of w, w0 floats apart."""
+    return Reduction(n0=steps, x0=TILE, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0)
+
+
+cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
+                              int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
+                              bint first, bint relu, bint two) noexcept nogil:
+    """Tiles t0..t1 of samples of y's pair of vectors += sum over f0..f1 of x w, or = bias + that when `first`."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    cdef Reduction over
-    cdef int t, width, tiles = tiles_of(n1 - n0)
+    cdef Reduction over = contiguous(f1 - f0, b)
+    cdef int t, width, tiles = tiles_of(N)
     cdef Py_ssize_t n
-    over.n0, over.x0, over.w0 = steps, 1, b
-    over.n1, over.x1, over.w1 = 1, 0, 0
-    over.n2, over.x2, over.w2 = 1, 0, 0
-    over.ahead = 0
-    for t in range(tiles):
-        n = n0 + tile_start(n1 - n0, tiles, t)
-        width = <int>(n0 + tile_start(n1 - n0, tiles, t + 1) - n)
+    for t in range(t0, t1):
+        n = tile_start(N, tiles, t)
+        width = <int>(tile_start(N, tiles, t + 1) - n)
         if first:
             tile_fill(a0, a1, bias, two)
         else:
             tile_load(a0, a1, width, y + n * y_row, y_row, b, two)
-        run(0, width, a0, a1, x + n * PANEL, PANEL, w, wv, &over, two)
+        run(0, width, a0, a1, packed + (t * F + f0) * TILE, 1, w, wv, &over, two)
         tile_store(a0, a1, width, y + n * y_row, y_row, b, relu, two)
 
 
-cdef void linear_tiles_of(const float* x, Py_ssize_t n0, Py_ssize_t n1, const float* w, Py_ssize_t wv,
-                          Py_ssize_t steps, float* y, Py_ssize_t y_row, const float* bias, bint first, bint relu,
-                          bint two) noexcept nogil:
+cdef void linear_tiles_of(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
+                          int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
+                          bint first, bint relu, bint two) noexcept nogil:
     if two:
-        linear_tiles(x, n0, n1, w, wv, steps, y, y_row, bias, first, relu, True)
+        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, True)
     else:
-        linear_tiles(x, n0, n1, w, wv, steps, y, y_row, bias, first, relu, False)
+        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, False)
 
 
-cdef void forward_group(float* panels, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, const float* bias,
-                        bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
+                        const float* bias, bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
     """Output blocks k0..k1 (k0 even) of all samples."""
-    cdef Py_ssize_t chunk, n, k, steps, chunks = (F + CHUNK - 1) // CHUNK
-    for chunk in range(chunks):
-        steps = min(CHUNK, F - chunk * CHUNK)
-        n = 0
-        while n < N:
+    cdef Py_ssize_t f0 = 0, f1, k
+    cdef int t, tiles = tiles_of(N)
+    while f0 < F:
+        f1 = min(f0 + CHUNK, F)
+        t = 0
+        while t < tiles:
             k = k0
             while k < k1:
-                linear_tiles_of(panel_row(panels, N, chunk, 0), n, min(n + SAMPLES, N),
-                                w + (k * F + chunk * CHUNK) * b, F * b, steps, y + k * b, KB * b,
-                                NULL if bias == NULL else bias + k * b, chunk == 0, relu and chunk == chunks - 1,
+                linear_tiles_of(packed, N, F, f0, f1, t, min(t + SAMPLE_TILES, tiles), w + (k * F + f0) * b, F * b,
+                                y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
                                 k + 1 < k1)
                 k += 2
-            n += SAMPLES
+            t += SAMPLE_TILES
+        f0 = f1
 
 
-cdef void input_grad_group(float* panels, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
+cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
                            Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
     """Feature blocks c0..c1 (at most 2 * GROUP) of dx for all samples: see a. for the transposed panels."""
     cdef float wt[2 * GROUP * CHUNK * b]
-    cdef Py_ssize_t chunk, n, c, k, kb, steps, chunks = (KB * b + CHUNK - 1) // CHUNK
-    for chunk in range(chunks):
-        steps = min(CHUNK, KB * b - chunk * CHUNK)
-        for kb in range(steps // b):
+    cdef Py_ssize_t k0 = 0, k1, c, kb
+    cdef int t, tiles = tiles_of(N)
+    while k0 < KB * b:
+        k1 = min(k0 + CHUNK, KB * b)
+        for kb in range(k0 // b, k1 // b):
             for c in range(c0, c1):
-                transpose(w + ((chunk * (CHUNK // b) + kb) * F + c * b) * b, b, wt + ((c - c0) * CHUNK + kb * b) * b)
-        n = 0
-        while n < N:
+                transpose(w + (kb * F + c * b) * b, b, wt + ((c - c0) * CHUNK + kb * b - k0) * b)
+        t = 0
+        while t < tiles:
             c = c0
             while c < c1:
-                linear_tiles_of(panel_row(panels, N, chunk, 0), n, min(n + SAMPLES, N), wt + (c - c0) * CHUNK * b,
-                                CHUNK * b, steps, dx + c * b, F, NULL, chunk == 0, False, c + 1 < c1)
+                linear_tiles_of(packed, N, KB * b, k0, k1, t, min(t + SAMPLE_TILES, tiles), wt + (c - c0) * CHUNK * b,
+                                CHUNK * b, dx + c * b, F, NULL, k0 == 0, False, c + 1 < c1)
                 c += 2
-            n += SAMPLES
+            t += SAMPLE_TILES
+        k0 = k1
 
 
-cdef inline void weight_grad_tiles(const float* x, const float* dy, Py_ssize_t samples, Py_ssize_t steps, float* dw,
-                                   Py_ssize_t wv, bint first, bint two) noexcept nogil:
-    """`steps` rows of dweight's pair of vectors += sum over samples of panel x times dy; = when `first`."""
+cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t n0, Py_ssize_t n1,
+                                   int t0, int t1, const float* dy, float* dw, Py_ssize_t wv, bint two) noexcept nogil:
+    """Tiles t0..t1 of features of dweight's pair of vectors += sum over samples n0..n1; = when n0 is 0."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    cdef Reduction over
-    cdef int t, width, tiles = tiles_of(steps)
-    cdef Py_ssize_t c
-    over.n0, over.x0, over.w0 = samples, PANEL, 2 * b
-    over.n1, over.x1, over.w1 = 1, 0, 0
-    over.n2, over.x2, over.w2 = 1, 0, 0
-    over.ahead = 0
-    for t in range(tiles):
-        c = tile_start(steps, tiles, t)
-        width = <int>(tile_start(steps, tiles, t + 1) - c)
-        if first:
+    cdef Reduction over = contiguous(n1 - n0, 2 * b)
+    cdef int t, width, tiles = tiles_of(F)
+    cdef Py_ssize_t f
+    for t in range(t0, t1):
+        f = tile_start(F, tiles, t)
+        width = <int>(tile_start(F, tiles, t + 1) - f)
+        if n0 == 0:
             tile_fill(a0, a1, NULL, two)
         else:
-            tile_load(a0, a1, width, dw + c * b, b, wv, two)
-        run(0, width, a0, a1, x + c, 1, dy, b, &over, two)
-        tile_store(a0, a1, width, dw + c * b, b, wv, False, two)
+            tile_load(a0, a1, width, dw + f * b, b, wv, two)
+        run(0, width, a0, a1, packed + (t * N + n0) * TILE, 1, dy + n0 * 2 * b, b, &over, two)
+        tile_store(a0, a1, width, dw + f * b, b, wv, False, two)
 
 
-cdef void weight_grad_group(float* panels, Py_ssize_t N, Py_ssize_t F, float* pairs, float* dw, Py_ssize_t k0,
-                            Py_ssize_t k1) noexcept nogil:
+cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* pairs, float* dw,
+                            Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
     """Output blocks k0..k1 (k0 even) of dweight. `pairs` (KB/2, N, 2b) holds dy by pairs of blocks."""
-    cdef Py_ssize_t chunk, n, k, steps
-    for chunk in range((F + CHUNK - 1) // CHUNK):
-        steps = min(CHUNK, F - chunk * CHUNK)
+    cdef Py_ssize_t n, n1, k
+    cdef int t = 0, t1, tiles = tiles_of(F)
+    while t < tiles:
+        t1 = min(t + CHUNK // TILE, tiles)
         n = 0
         while n < N:
+            n1 = min(n + SAMPLES, N)
             k = k0
             while k < k1:
                 if k + 1 < k1:
-                    weight_grad_tiles(panel_row(panels, N, chunk, n), pairs + (k // 2 * N + n) * 2 * b,
-                                      min(SAMPLES, N - n), steps, dw + (k * F + chunk * CHUNK) * b, F * b, n == 0, True)
+                    weight_grad_tiles(packed, N, F, n, n1, t, t1, pairs + k * N * b, dw + k * F * b, F * b, True)
                 else:
-                    weight_grad_tiles(panel_row(panels, N, chunk, n), pairs + (k // 2 * N + n) * 2 * b,
-                                      min(SAMPLES, N - n), steps, dw + (k * F + chunk * CHUNK) * b, F * b, n == 0, False)
+                    weight_grad_tiles(packed, N, F, n, n1, t, t1, pairs + k * N * b, dw + k * F * b, F * b, False)
                 k += 2
-            n += SAMPLES
+            n = n1
+        t = t1
 
 
 cdef inline Py_ssize_t group_size(Py_ssize_t blocks, int num_threads) noexcept nogil:
@@ -170,7 +183,7 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = weight.shape[0], size, job
     cdef const float[::1] bias_view
     cdef const float* bias_ptr = NULL
-    cdef float* panels
+    cdef float* packed
     check("weight", weight, (KB, F, b))
     check("y", y, (N, KB * b))
     if N == 0 or KB == 0:
@@ -180,12 +193,12 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
         check("bias", bias_view, (KB * b,))
         bias_ptr = &bias_view[0]
     scratch = linear_scratch(scratch, N, F, KB * b)
-    panels = &scratch[0]
+    packed = &scratch[0]
     with nogil:
-        pack_panels(&x[0, 0], N, F, panels, num_threads)
+        pack_samples(&x[0, 0], N, F, packed, num_threads)
         size = group_size(KB, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
-            forward_group(panels, N, F, &weight[0, 0, 0], KB, bias_ptr, relu, &y[0, 0], job * size,
+            forward_group(packed, N, F, &weight[0, 0, 0], KB, bias_ptr, relu, &y[0, 0], job * size,
                           min((job + 1) * size, KB))
 
 
@@ -196,7 +209,7 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
                       blocking=None, int num_threads=1):
     """dx = dy weight. F must be a multiple of b."""
     cdef Py_ssize_t N = dx.shape[0], F = dx.shape[1], KB = weight.shape[0], size, job
-    cdef float* panels
+    cdef float* packed
     check("weight", weight, (KB, F, b))
     check("dy", dy, (N, KB * b))
     if F % b:
@@ -204,12 +217,12 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
     if N == 0 or F == 0:
         return
     scratch = linear_scratch(scratch, N, F, KB * b)
-    panels = &scratch[0]
+    packed = &scratch[0]
     with nogil:
-        pack_panels(&dy[0, 0], N, KB * b, panels, num_threads)
+        pack_samples(&dy[0, 0], N, KB * b, packed, num_threads)
         size = group_size(F // b, num_threads)
         for job in prange((F // b + size - 1) // size, num_threads=num_threads, schedule="static"):
-            input_grad_group(panels, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b))
+            input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b))
 
 
 def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
@@ -219,7 +232,7 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
                        blocking=None, int num_threads=1):
     """dweight[k, f] = sum over samples of dy[n, k] x[n, f]; zeros when N = 0."""
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = dweight.shape[0], size, job, n, k
-    cdef float* panels
+    cdef float* packed
     cdef float* pairs
     check("dweight", dweight, (KB, F, b))
     check("dy", dy, (N, KB * b))
@@ -229,17 +242,17 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
         memset(&dweight[0, 0, 0], 0, KB * F * b * sizeof(float))
         return
     scratch = linear_scratch(scratch, N, F, KB * b)
-    panels = &scratch[0]
-    pairs = panels + panels_size(N, F)
+    packed = &scratch[0]
+    pairs = packed + tiles_of(F) * TILE * N
     with nogil:
-        pack_panels(&x[0, 0], N, F, panels, num_threads)
+        pack_features(&x[0, 0], N, F, packed, num_threads)
         for job in prange((KB + 1) // 2 * N, num_threads=num_threads, schedule="static"):
             k = job // N
             n = job % N
             memcpy(pairs + job * 2 * b, &dy[0, 0] + (n * KB + 2 * k) * b, min(2, KB - 2 * k) * b * sizeof(float))
         size = group_size(KB, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
-            weight_grad_group(panels, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB))
+            weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB))
 
 
 cdef float[::1] linear_scratch(float[::1] scratch, Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
