@@ -4,6 +4,7 @@ Environment: PCLDNN_DEBUG=1 builds with bounds checks and without optimisation; 
 only these (default: all that the machine's compiler can build).
 """
 
+import copy
 import importlib.util
 import os
 import platform
@@ -69,12 +70,12 @@ def isas_to_build():
 
 
 def extensions():
-    """Every extension module, turned into C."""
-    built = [cythonized("cpu", Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")],
-                                         extra_compile_args=["-O2", "-fopenmp"], extra_link_args=["-fopenmp"]))]
+    """Every extension module."""
+    built = [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2", "-fopenmp"],
+                       extra_link_args=["-fopenmp"])]
     headers = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
     for row in isas_to_build():
-        built.append(cythonized(row.name, Extension(
+        built.append(Extension(
             f"pcldnn._kernels.kernels_{row.name}",
             [str(KERNELS / "kernels.pyx")],
             include_dirs=[str(KERNELS)],
@@ -83,29 +84,27 @@ def extensions():
             extra_compile_args=[*optimisation_flags(), "-fopenmp", "-Wno-unused-function", *row.flags],
             extra_link_args=["-fopenmp"],
             depends=headers,
-        )))
+        ))
     return built
 
 
-def cythonized(name, extension):
-    """The extension with its .pyx turned into C, in a folder of its own: the ISAs would share one C file otherwise.
+def cythonize_extension(extension):
+    """Turn the .pyx of an extension into C, in a folder of its own: the ISAs would share one C file otherwise.
 
-    Flags are put back as they were, because Cython adds those of earlier calls for the same .pyx to them. They are
-    noted in a file that the module depends on, so that a build with other flags does not take old modules for new.
+    Only sources are taken over: Cython adds the flags of earlier calls for the same .pyx to those of this one. The
+    flags are noted in a file that the module depends on, so that a build with other flags makes new modules.
     """
-    flags = {key: list(getattr(extension, key)) for key in
-             ("include_dirs", "define_macros", "extra_compile_args", "extra_link_args", "depends")}
+    name = extension.name.rpartition(".")[2]
     folder = Path("build/cython", name + ("-debug" if DEBUG else ""))
     folder.mkdir(parents=True, exist_ok=True)
+    flags = repr((extension.define_macros, extension.extra_compile_args, extension.extra_link_args))
     note = Path("build/cython", f"{name}.flags")
-    if not note.exists() or note.read_text() != repr(flags):
-        note.write_text(repr(flags))
-    flags["depends"].append(str(note))
-    (extension,) = cythonize([extension], build_dir=str(folder),
-                             compiler_directives={"boundscheck": DEBUG, "embedsignature": True})
-    for key, value in flags.items():
-        setattr(extension, key, value)
-    return extension
+    if not note.exists() or note.read_text() != flags:
+        note.write_text(flags)
+    (made,) = cythonize([copy.deepcopy(extension)], build_dir=str(folder),
+                        compiler_directives={"boundscheck": DEBUG, "embedsignature": True})
+    extension.sources = made.sources
+    extension.depends = [*extension.depends, str(note)]
 
 
 class BuildExtensions(build_ext):
@@ -113,6 +112,8 @@ class BuildExtensions(build_ext):
 
     def build_extensions(self):
         self.check_openmp()
+        for extension in self.extensions:
+            cythonize_extension(extension)
         self.parallel = self.parallel or os.cpu_count()
         super().build_extensions()
 
@@ -126,7 +127,7 @@ class BuildExtensions(build_ext):
             command = [*compiler, "-fopenmp", str(source), "-o", str(program)]
             try:
                 for step in (command, [str(program)]):
-                    done = subprocess.run(step, capture_output=True, text=True, timeout=120)
+                    done = subprocess.run(step, check=False, capture_output=True, text=True, timeout=120)
                     if done.returncode:
                         output = (done.stdout + done.stderr).strip()
                         raise SystemExit(OPENMP_REMEDY.format(command=" ".join(step), output=output))
