@@ -1,0 +1,198 @@
+"""The training scripts and the examples, as their users start them."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from pcldnn.checkpoint import load
+from pcldnn.communicator import SerialCommunicator
+
+VGG = "scripts/train_vgg.py"
+QUICK = "tests/mpi/small_script.py"     # the same code with a network that takes no time
+SMALL = ["--minibatch", "8", "--log-interval", "1", "--no-validation"]     # VGG-A at 32x32 is 1 Gflop an image
+
+
+def metrics(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_help_and_wrong_flags_are_told_once(run_mpi):
+    shown = run_mpi(2, [VGG, "--help"])
+    assert shown.stdout.count("usage:") == 1 and shown.stderr == ""
+    for flag in ("--data DIR|FILE", "--synthetic", "--image-size", "--classes", "--minibatch", "--epochs", "--steps", "--lr",
+                 "--momentum", "--weight-decay", "--seed", "--threads", "--checkpoint FILE", "--resume FILE",
+                 "--metrics FILE", "default 0.9", "images per step", "top5", "mpirun -n 2"):
+        assert flag in shown.stdout, flag
+    wrong = run_mpi(2, [VGG, "--minibatch", "0"], check=False)
+    assert wrong.returncode == 2 and wrong.stderr.count("at least 1") == 1 and "Traceback" not in wrong.stderr
+
+
+def test_same_curve_and_banner(run_mpi, tmp_path):
+    """VGG-A on the digits: 1 and 3 ranks see the same minibatches and print the same losses."""
+    losses = {}
+    for ranks in (1, 3):
+        done = run_mpi(ranks, [VGG, *SMALL, "--steps", "4", "--lr", "0.001",
+                               "--metrics", tmp_path / f"{ranks}.jsonl"], timeout=120)
+        lines = metrics(tmp_path / f"{ranks}.jsonl")
+        assert [set(line) for line in lines] == [{"step", "epoch", "loss", "images_per_s"}] * 4
+        losses[ranks] = [line["loss"] for line in lines]
+        for text in (f"{ranks} rank", "on 1 node", "thread", "ISA", "floats a vector", "digits", "28,142,858", "step 4/4",
+                     "images/s", "left"):
+            assert text in done.stdout, done.output
+    np.testing.assert_allclose(losses[3], losses[1], rtol=1e-4)
+
+
+def test_oversubscription_is_named(run_mpi):
+    """A23: more ranks than cores get one thread each, and the warning names the fix."""
+    cores = len(os.sched_getaffinity(0))
+    done = run_mpi(2 * cores if cores <= 4 else 2, [VGG, *SMALL, "--steps", "0", "--threads", str(1 if cores <= 4 else cores)])
+    assert done.stderr.count("oversubscribed") == 1 and ("mpirun -n" in done.stderr or "--threads" in done.stderr), done.output
+
+
+def test_launcher_that_disagrees_with_mpi_is_refused(tmp_path):
+    """A20: Slurm started four tasks, MPI sees one; unless a single process is asked for."""
+    environment = {**os.environ, "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
+    command = [sys.executable, VGG, *SMALL, "--steps", "0"]
+    refused = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "--single-process" in refused.stderr and "Traceback" not in refused.stderr
+    alone = subprocess.run([*command, "--single-process"], env=environment, check=True, capture_output=True, text=True,
+                           timeout=60)
+    assert "1 rank on 1 node" in alone.stdout and "no MPI (a single process was asked for)" in alone.stdout
+
+
+@pytest.fixture
+def vectors(tmp_path):
+    """A file of small vectors in four classes, for a script without images."""
+    random = np.random.default_rng(0)
+    labels = np.arange(60) % 4
+    images = random.standard_normal((60, 12), dtype=np.float32) + labels[:, None].astype(np.float32)
+    np.savez(tmp_path / "frames.npz", images=images, labels=labels, val_images=images[:9], val_labels=labels[:9])
+    return tmp_path / "frames.npz"
+
+
+def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
+    """``--resume FILE`` alone goes on with the data, seed, minibatch and schedule of the run; flags override."""
+    script, checkpoint = QUICK, tmp_path / "run.safetensors"
+    run_mpi(2, [script, "--data", vectors, "--minibatch", "20", "--epochs", "2", "--lr", "0.05", "--lr-schedule", "poly",
+                "--seed", "3", "--steps", "2", "--checkpoint", checkpoint, "--metrics", tmp_path / "m.jsonl"])
+    done = run_mpi(2, [script, "--resume", checkpoint, "--checkpoint", checkpoint, "--metrics", tmp_path / "m.jsonl"])
+    assert "minibatch 20, epochs 2, PolynomialDecay(lr=0.05, epochs=2" in done.stdout and "seed 3" in done.stdout
+    lines = metrics(tmp_path / "m.jsonl")
+    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5, 6]
+    assert [(line["epoch"], line["count"]) for line in lines if "top1" in line][-1] == (2, 9)
+    tensors, metadata = load(checkpoint)
+    assert metadata["step"] == 6 and metadata["settings"]["lr"] == 0.05 and metadata["class_names"] == list("0123")
+    assert tensors["0.weight"].shape == (16, 12) and tensors["momentum.4.bias"].shape == (4,)
+    longer = run_mpi(1, [script, "--resume", checkpoint, "--epochs", "3", "--lr-schedule", "constant"])
+    assert "step 9/9" in longer.stdout
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("scripts/train_overfeat.py", ["--synthetic", "--image-size", "71", "--classes", "10", "--minibatch", "6"]),
+    ("scripts/train_cddnn.py", ["--synthetic", "--classes", "50", "--minibatch", "16"])])
+def test_the_other_networks_of_the_paper(run_mpi, script, flags):
+    done = run_mpi(2, [script, *flags, "--steps", "2"], timeout=120)
+    assert "step 2/2" in done.stdout and "done: 2 steps" in done.stdout
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--data", "nowhere"], ["nowhere"]), (["--image-size", "16"], ["features.", "size"]),
+    (["--classes", "11"], ["11", "10"]), (["--momentum", "1"], ["momentum"]),
+    (["--resume", "nowhere.safetensors"], ["nowhere.safetensors"]),
+    (["--data", "x.npz", "--synthetic"], ["--synthetic"])])
+def test_user_errors_are_one_message(run_mpi, flags, words):
+    """A6 and others: told once, by rank 0, without a traceback."""
+    done = run_mpi(2, [VGG, *SMALL, *flags], check=False)
+    assert done.returncode != 0 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.output
+    for word in words:
+        assert word in done.stderr, done.output
+
+
+def test_folder_of_images_with_a_damaged_one(run_mpi, tmp_path):
+    """A27: the truncated file is named; with --skip-damaged it is replaced and training goes on."""
+    image_module = pytest.importorskip("PIL.Image")
+    random = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 2)):
+        for name in ("10", "2"):
+            folder = tmp_path / "images" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = random.integers(0, 255, (40, 48, 3), dtype=np.uint8)
+                image_module.fromarray(pixels).save(folder / f"{i}.jpg", quality=90)
+    damaged = tmp_path / "images" / "train" / "2" / "3.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:damaged.stat().st_size // 2])
+    command = [VGG, "--data", tmp_path / "images", "--image-size", "32", "--minibatch", "6", "--epochs", "1", "--lr", "0.001"]
+    failed = run_mpi(2, command, check=False)
+    assert failed.returncode != 0 and str(damaged) in failed.stderr, failed.output
+    done = run_mpi(2, [*command, "--skip-damaged", "--checkpoint", tmp_path / "c"])
+    assert "of 4 samples" in done.stdout and "2 classes" in done.stdout, done.output
+    assert load(tmp_path / "c")[1]["class_names"] == ["10", "2"]       # byte order of names
+
+
+def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path):
+    """SIGTERM on the process of a run that would last for ever."""
+    command = [sys.executable, QUICK, "--single-process", "--data", vectors, "--epochs", "100000",
+               "--checkpoint", tmp_path / "c", "--log-interval", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        while "step 1/" not in process.stdout.readline():
+            assert process.poll() is None
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "SIGTERM" in out
+    assert load(tmp_path / "c")[1]["step"] >= 1
+
+
+def test_examples(run_mpi):
+    assert "2 of 3 ranks trained" in run_mpi(3, "docs/examples/user_mpi_program.py").stdout
+    done = subprocess.run([sys.executable, "docs/examples/lone_layer.py"], check=True, capture_output=True, text=True, timeout=60)
+    assert "(8, 20, 16, 16)" in done.stdout
+
+
+def test_settings_come_from_flags_then_checkpoint_then_job():
+    from pcldnn.arguments import Job, fill, make_parser, settings_of
+    job = Job("t", "about", None, None, 8, 5, {"minibatch": 256, "lr": 0.1, "epochs": 3, "momentum": 0.9, "weight_decay": 0.0},
+              {"minibatch": 64})
+
+    def settled(flags, stored):
+        args = make_parser(job).parse_args(flags)
+        fill(job, args, stored)
+        return args
+    assert settled([], {}).minibatch == 64 and settled(["--synthetic"], {}).minibatch == 256
+    assert settled(["--data", "x"], {}).minibatch == 256
+    assert settled([], {"minibatch": 7, "lr": 0.5}).minibatch == 7
+    assert settled(["--minibatch", "9"], {"minibatch": 7}).minibatch == 9
+    assert settled(["--data", "new"], {"data": "old", "seed": 4}).data == "new"
+    assert settled([], {"data": "old"}).data == "old" and settled(["--synthetic"], {"data": "old"}).data is None
+    kept = settings_of(settled(["--data", "x", "--mirror"], {}))
+    assert kept["data"] == os.path.abspath("x") and kept["mirror"] is True
+    json.dumps(kept)
+
+
+def test_together_names_the_rank_only_when_ranks_differ():
+    from pcldnn.script import UsageError, together
+
+    class TwoRanks(SerialCommunicator):
+        def __init__(self, other):
+            self.other = other
+
+        def allgather_object(self, value):
+            return [value, self.other]
+
+    def fail():
+        raise ValueError("no such file")
+    with pytest.raises(UsageError, match="^no such file$"):
+        together(TwoRanks("no such file"), fail)
+    with pytest.raises(UsageError, match="rank 0: no such file$"):
+        together(TwoRanks(None), fail)
+    with pytest.raises(UsageError, match="rank 1: broken"):
+        together(TwoRanks("broken"), lambda: 3)
+    assert together(TwoRanks(None), lambda: 3) == 3
