@@ -15,6 +15,7 @@ by layer instead.
 (d) The collective functions never let one rank fail alone: an error of rank 0 (disk full, damaged file) is raised
     on every rank, and the collective calls of a save go on to their end even when writing has failed.
 """
+import errno
 import fcntl
 import json
 import math
@@ -268,6 +269,17 @@ def remove_leftovers(path):
             pass
         finally:
             os.close(descriptor)
+
+
+def check_writable(path):
+    """OSError, naming the folder or file, when a checkpoint cannot be written to `path`; writes nothing."""
+    path = os.path.realpath(path)
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    number = errno.EACCES if os.path.isdir(folder) else errno.ENOENT
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(number, os.strerror(number), path)
 
 
 def save(path, tensors, metadata=None):

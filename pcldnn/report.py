@@ -33,15 +33,12 @@ class Report:
         self._path, self._file, self._bar = metrics, None, None
 
     def start(self, step, last_step, epochs, steps_per_epoch):
-        """Training is about to begin after `step` steps, of `last_step`."""
+        """Training is about to begin after `step` steps, of `last_step`. OSError: the metrics file cannot be opened."""
         self.first_step, self.last_step, self.epochs, self.steps_per_epoch = step, last_step, epochs, steps_per_epoch
         self.busy = self.interval_busy = self.interval_loss = 0.0
         self.interval_images = self.steps = 0
         if self._path is not None:
-            try:
-                self._file = _open_metrics(self._path, step)
-            except OSError as error:
-                raise OSError(f"cannot write metrics file {os.fspath(self._path)!r}: {error.strerror}") from error
+            self._file = _open_metrics(self._path, step)
         if self.with_bar:
             self._bar = tqdm(total=last_step, initial=step, unit="step", dynamic_ncols=True, file=sys.stderr)
 

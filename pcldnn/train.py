@@ -24,6 +24,7 @@ from pcldnn.checkpoint import (
     CheckpointError,
     CollectiveCheckpointError,
     CollectiveReader,
+    check_writable,
     remove_leftovers,
     save_collective,
 )
@@ -52,6 +53,10 @@ class TrainingDiverged(CollectiveError, ArithmeticError):
         where = "; ".join(f"first seen in {name} on rank {rank}" for name, rank in first.items())
         super().__init__(f"the loss of step {step} is {loss} ({where}). No weight was changed by this step. A smaller "
                          "learning rate (--lr) is the usual cure; look at the data if it was in the input.")
+
+
+class OutputError(CollectiveError, OSError):
+    """The metrics file or the folder of the checkpoint cannot be written; raised on every rank before training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,10 +267,8 @@ class _Run:
         self.network.prepare(self.minibatch, self.communicator, self.trainer.threads)
         if resume is not None:
             self._resume(resume)
-        if self.checkpoint is not None and self.communicator.rank == 0:
-            remove_leftovers(self.checkpoint)
+        self._open_outputs()
         first_step, images, busy = self.step, 0, 0.0
-        self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
         loader = Loader(self.train, self.minibatch, seed=self.network.seed, rank=self.communicator.rank,
                         size=self.communicator.size, training=True, **self.loader_options)
         with loader:
@@ -303,6 +306,21 @@ class _Run:
             identity = {"present": False} if dataset is None else dataset.identity()
             description.update({f"{what}: {key}": value for key, value in identity.items()})
         self.communicator.agree(description)
+
+    def _open_outputs(self):
+        """Rank 0 opens what it will write, so that a wrong path is told before hours of training, not after."""
+        problem = None
+        if self.communicator.rank == 0:
+            try:
+                self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
+                if self.checkpoint is not None:
+                    check_writable(self.checkpoint)
+                    remove_leftovers(self.checkpoint)
+            except OSError as error:
+                problem = f"cannot write {error.filename!r}: {error.strerror}"
+        problem = self.communicator.broadcast(problem)
+        if problem is not None:
+            raise OutputError(problem)
 
     def _step(self, batch, clock):
         """One step; returns whether the ranks have agreed to stop after it."""

@@ -226,8 +226,11 @@ def test_errors_of_one_process_are_ordinary_exceptions(tmp_path):
     assert caught.value.step == 2 and caught.value.culprits[0].startswith("classifier.")
     with pytest.raises(CheckpointError, match="nowhere"):
         trainer().fit(vectors(), minibatch=8, verbose=False, resume=tmp_path / "nowhere")
-    with pytest.raises(OSError, match="metrics file"):
-        trainer().fit(vectors(), minibatch=8, verbose=False, metrics=tmp_path / "no" / "m.jsonl")
+    for option in ("metrics", "checkpoint"):
+        with pytest.raises(OSError, match="cannot write .*no/file"):
+            trainer().fit(vectors(), minibatch=8, verbose=False, **{option: tmp_path / "no" / "file"})
+        with pytest.raises(OSError, match="irectory"):
+            trainer().fit(vectors(), minibatch=8, verbose=False, **{option: tmp_path})
 
 
 @pytest.mark.parametrize("options, message", [
