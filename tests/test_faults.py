@@ -18,7 +18,7 @@ SHORT_RUNS = int(os.environ.get("PCLDNN_SHORT_RUNS", "5"))  # .ci/run asks for 5
 
 def ends(run_mpi, kind, ranks, size=3, **env):
     """The job ends in time with a non-zero code, and nobody reaches its end."""
-    result = run_mpi(size, [PROGRAM, kind, ranks], timeout=60, env=env, check=False)
+    result = run_mpi(size, [PROGRAM, kind, ranks], timeout=90, env=env, check=False)
     assert result.returncode != 0, result.output
     assert result.seconds < SECONDS, result.output
     assert "reached the end" not in result.stdout, result.output
