@@ -80,6 +80,7 @@ def main(comm, kind, ranks):
     print(f"rank {comm.rank} starts", flush=True)
     comm.barrier()
     if ranks == "all" or comm.rank in map(int, ranks.split(",")):
+        print(f"rank {comm.rank} fails at {time.monotonic()}", flush=True)
         kind(comm)
     if os.environ.get("COMPUTE"):  # away from MPI for long
         end = time.monotonic() + 600
