@@ -258,6 +258,7 @@ class Layer:
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
+    spread = 1.0  # factor by which it raises the mean square of what it passes on
     weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
     def output_layout(self, input: Layout, block: int) -> Layout:
