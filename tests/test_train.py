@@ -201,7 +201,8 @@ def trainer(network=None, lr=0.1):
 
 
 def test_it_learns_and_tells(capsys, tmp_path):
-    result = trainer().fit(vectors(), vectors(12), minibatch=8, epochs=20, metrics=tmp_path / "m.jsonl", log_interval=30)
+    result = trainer().fit(vectors(), vectors(12), minibatch=8, epochs=20, metrics=tmp_path / "m.jsonl",
+                           log_interval=30)
     assert result.evaluation.count == 12 and result.evaluation.top1 > 0.8
     assert result.losses[-1] < result.losses[0] and (result.step, result.epoch) == (100, 20)
     out = capsys.readouterr().out
