@@ -371,4 +371,5 @@ def _check_seed(seed: int) -> int:
 
 def _finite(array: np.ndarray) -> bool:
     """Whether all numbers are finite: their sum in float64 is, exactly then (float32 cannot overflow it)."""
-    return bool(np.isfinite(array.sum(dtype=np.float64)))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return bool(np.isfinite(array.sum(dtype=np.float64)))
