@@ -51,8 +51,8 @@ def run(kernels, case, arrays, b, bc=None, put=np.array, out=None, threads=1, re
     bias = None if bias is None else put(block_vector(bias, b))
     y, dweight, dbias = out(*dy.shape), out(*weight.shape), out(kb * b)
     kernels.conv2d_forward(x, weight, bias, y, *geometry, relu=relu, blocking=blocking[0], num_threads=threads)
-    copies = blocking[2][2] if blocking[2] else 1
-    scratch = out((copies - 1) * dweight.size)
+    copies, across_images = blocking[2][2:] if blocking[2] else (1, False)
+    scratch = out((copies - 1) * dweight.size + (x.size + dy.size if across_images else 0))
     kernels.conv2d_weight_grad(x, dy, dweight, *geometry, scratch=scratch, blocking=blocking[2], num_threads=threads)
     kernels.bias_grad(dy.reshape(dy.shape[0], kb, dy.shape[2] * dy.shape[3], b), dbias, num_threads=threads)
     if bc != b:
