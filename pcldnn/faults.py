@@ -14,6 +14,7 @@ object (`communicator._Channel`), so this file imports no MPI and the policy can
 5. Whatever goes wrong meanwhile, `DEADLINE` seconds after the failure the process is gone.
 """
 
+import contextlib
 import faulthandler
 import hashlib
 import os
@@ -130,14 +131,14 @@ class AbortOnError:
                 return
             if isinstance(error, SystemExit) and self._all_leave(error, EXIT_GRACE):
                 return
-        except KeyboardInterrupt as interrupt:  # Ctrl-C while waiting
+        except BaseException as interrupt:  # noqa: BLE001  Ctrl-C, or a signal handler's sys.exit
             error = error or interrupt
         self._fail(error, None)
 
     def _all_leave(self, error, timeout):
         """Wait until every rank leaves the block; of equal exit messages let one be printed."""
         if not self._channel.usable():
-            return False if error is not None else None
+            return False
         test, tokens = self._channel.start_leave(_exit_token(error))
         if not wait(test, timeout):
             return False
@@ -152,13 +153,13 @@ class AbortOnError:
 
     def _thread_failed_alone(self, args):
         """A thread failed in a job of one process: stop the main thread, which raises at the block's end."""
+        if self._thread_error is not None:  # the main thread is on its way already
+            return
         error, name = _error_of(args), getattr(args.thread, "name", "unknown")
         self._thread_error = (name, error)
-        faulthandler.dump_traceback_later(DEADLINE, exit=True)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             if wait(lambda: threading.excepthook != self._hook, SILENCE):
-                faulthandler.cancel_dump_traceback_later()
                 return
         _print_report(f"thread {name!r} failed", error)
         os._exit(exit_code(error))
@@ -168,7 +169,7 @@ class AbortOnError:
         if not _failing.acquire(blocking=False):  # another thread of this process is at it already
             time.sleep(DEADLINE)
             os._exit(1)
-        faulthandler.dump_traceback_later(DEADLINE, exit=True)
+        _end_at_deadline()
         try:
             if not self._speaks(error):
                 time.sleep(SILENCE)  # the speaker ends the job meanwhile
@@ -199,7 +200,7 @@ def exit_code(error):
 
 
 def _error_of(args):
-    return args.exc_value if args.exc_value is not None else args.exc_type()
+    return args.exc_value if args.exc_value is not None else RuntimeError(args.exc_type.__name__)
 
 
 def _exit_token(error):
@@ -218,11 +219,24 @@ def _circumstance(error, thread, size):
     return f"{text} failed; the job ends"
 
 
+def _end_at_deadline():
+    """Have the process ended after DEADLINE, also when a thread keeps Python's lock meanwhile."""
+    try:
+        faulthandler.dump_traceback_later(DEADLINE, exit=True, file=sys.__stderr__)
+    except (AttributeError, OSError, RuntimeError, ValueError):  # stderr without descriptor: a notebook
+        timer = threading.Timer(DEADLINE, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+
 def _print_report(headline, error):
     trace = "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    sys.stderr.write(f"pcldnn: {headline}\n{trace}")  # one write, so that ranks do not mix within it
-    sys.stderr.flush()
+    unusable = (AttributeError, OSError, ValueError)  # None, broken or closed: the job must end all the same
+    with contextlib.suppress(*unusable):
+        sys.stdout.flush()
+    with contextlib.suppress(*unusable):
+        sys.stderr.write(f"pcldnn: {headline}\n{trace}")  # one write, so that ranks do not mix within it
+        sys.stderr.flush()
 
 
 def _short(text, limit=500):
