@@ -1,8 +1,7 @@
 """How an error on one rank ends the whole job: never a hang, one traceback, a non-zero exit code.
 
 The paper's synchronous SGD waits for everybody in every step, so a rank that stops alone leaves all others
-waiting for ever.  `AbortOnError` is the policy; what it needs of MPI comes in through a small channel
-object (`communicator._Channel`), so this file imports no MPI and the policy can be read on its own:
+waiting for ever.  `AbortOnError` is the policy, `Channel` all that it needs of MPI:
 
 1. A rank that fails asks whether another one has failed before it.  If so it stays silent and waits to be
    ended.
@@ -19,15 +18,19 @@ import faulthandler
 import hashlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 
+import numpy as np
+
 ELECTION = 0.3  # [s] long against the latency of a message, short for a human
 EXIT_GRACE = 3.0  # [s] how long a rank that called sys.exit waits for the others to do the same
 SILENCE = 6.0  # [s] how long a silent rank waits to be ended by the one that speaks
 DEADLINE = 15.0  # [s] after a failure, until the process is ended by force
+_FAULT_TAG = 911
 _FORWARDING = 0.1  # [s] for the launcher to forward the traceback before the abort makes it close the pipes
 
 _failing = threading.Lock()  # held for good by the first thread of this process that fails
@@ -87,6 +90,66 @@ def wait(test, timeout=None):
         else:
             time.sleep(5e-5 if waited < 1.0 else 1e-3)
     return True
+
+
+class Channel:
+    """The way by which ranks hear of each other's failures; all that `AbortOnError` needs of MPI.
+
+    Parameters
+    ----------
+    MPI : module
+        mpi4py's, handed in so that this file need not import it.
+    comm : mpi4py.MPI.Intracomm
+        For this use alone; `comm.Free` is the caller's business.
+    """
+
+    def __init__(self, MPI, comm):
+        self._MPI = MPI
+        self._sent = []
+        self._senders = set()
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        world = MPI.COMM_WORLD
+        self._name = f"rank {self.rank} of {self.size}"
+        if self.size != world.size or self.rank != world.rank:
+            self._name += f" (rank {world.rank} of {world.size} in MPI.COMM_WORLD)"
+        self._name += f" on {socket.gethostname()}"
+
+    def describe(self):
+        return self._name
+
+    def usable(self):
+        """May this thread send messages now?"""
+        MPI = self._MPI
+        if MPI.Is_finalized() or self.comm == MPI.COMM_NULL:
+            return False
+        if threading.current_thread() is threading.main_thread():
+            return True
+        return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def tell_all(self):
+        token = np.zeros(1, np.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._sent = [(self.comm.Isend(token, other, _FAULT_TAG), token) for other in others]
+
+    def heard(self):
+        """The ranks that have said that they failed."""
+        status = self._MPI.Status()
+        while self.comm.Iprobe(self._MPI.ANY_SOURCE, _FAULT_TAG, status):
+            self.comm.Recv(np.empty(1, np.uint8), status.source, _FAULT_TAG)
+            self._senders.add(status.source)
+        return self._senders
+
+    def start_leave(self, token):
+        """Start telling all ranks that this one leaves; returns a test for completion and all tokens."""
+        tokens = np.zeros(self.size, np.int64)
+        tokens[self.rank] = token
+        request = self.comm.Iallgather(self._MPI.IN_PLACE, tokens)
+        return request.Test, tokens
+
+    def abort(self, code):
+        self._MPI.COMM_WORLD.Abort(code)
 
 
 class AbortOnError:
