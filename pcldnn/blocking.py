@@ -1,10 +1,11 @@
 """The balance-equation solver: how the loops of a layer are cut, from its shape and the machine's caches.
 
-Two things are solved here, both by trying every candidate, as Das et al. 2016 do:
+Three things are solved here, by trying every candidate, as Das et al. 2016 do:
 
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
   cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
   bytes that pass between L2 and L1.
+- `winograd_forward`, `winograd_weight_grad` do the same for Winograd convolution; `winograd_pays` compares the two.
 - `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
   within a cache budget.
 
@@ -205,6 +206,114 @@ def _weight_grad_cycles(shape: ConvShape, machine: Machine, images: int, band: i
     moved = (dy + x) * reads * ceil(shape.P / band) * (1 if across_images else images)
     compute = steps * sum(rows) * images
     return max(compute, spilled * moved / L2_BYTES) + visits * TILE_START + segments * SEGMENT_START
+
+
+# --- Winograd convolution -----------------------------------------------------------------------------------------
+
+POINTS = 36  # of a tile of 4x4 outputs; smaller tiles use some of them
+LEAST_TILES, MOST_TILES = 48, 256  # in flight: filters are read once per batch, so few tiles mean many bytes
+PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
+TRANSFORM = 420  # cycles of a 4x4 tile of one channel block, in or out: arithmetic, and 36 lines to other places
+FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
+
+
+class WinogradBlocking(NamedTuple):
+    """`blocking` of `winograd_forward` and its kin."""
+
+    tiles: int  # in flight; in the weight gradient it sets the order of the sums
+    k_blocks: int  # blocks of output channels whose products are held at a time
+    c_blocks: int  # blocks of summed channels per visit of the products
+    private: bool  # each thread has batches of its own
+
+
+def winograd_fits(shape: ConvShape, machine: Machine) -> bool:
+    """Whether the Winograd kernels can compute a convolution: 3x3, stride 1, channels in blocks of the SIMD width."""
+    blocked = shape.lanes in (None, machine.width)
+    return (shape.R, shape.S, *shape.stride) == (3, 3, 1, 1) and blocked and max(shape.padding) <= 2
+
+
+def winograd_input_grad_shape(shape: ConvShape) -> ConvShape:
+    """The convolution of dy that the input gradient is."""
+    padding = (2 - shape.padding[0], 2 - shape.padding[1])
+    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, 3, 3, (1, 1), padding, shape.lanes)
+
+
+def _fours_and_twos(size: int) -> tuple[int, int]:
+    """Tiles of 4 and of 2 outputs that `size` outputs are cut into."""
+    fours = (size + 1) // 4
+    return fours, int(size > 4 * fours)
+
+
+def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
+    """(tiles, products a pair of channels) of all images."""
+    (rows4, rows2), (cols4, cols2) = _fours_and_twos(shape.P), _fours_and_twos(shape.Q)
+    return shape.N * (rows4 + rows2) * (cols4 + cols2), shape.N * (6 * rows4 + 4 * rows2) * (6 * cols4 + 4 * cols2)
+
+
+def winograd_forward(shape: ConvShape, machine: Machine, threads: int = 1) -> WinogradBlocking:
+    """Blocking of the forward pass, and of the input gradient for its `winograd_input_grad_shape`.
+
+    Private batches where the transformed inputs and products of enough tiles stay in a thread's L2, or nearly so;
+    otherwise batches that all threads share, as large as half of the L3 holds.
+    """
+    tiles, _ = winograd_tiles(shape)
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    tile_bytes = FLOAT * POINTS * machine.width * (in_blocks + out_blocks)
+    c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
+    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
+    private = LEAST_TILES * tile_bytes <= 3 * machine.l2 and tiles >= 4 * threads * LEAST_TILES
+    room = (3 * machine.l2 if private else (machine.l3 or 8 * machine.l2) // 2) // tile_bytes
+    return WinogradBlocking(min(max(room, LEAST_TILES), MOST_TILES), out_blocks, c_blocks, private)
+
+
+def winograd_weight_grad(shape: ConvShape, machine: Machine) -> WinogradBlocking:
+    """Blocking of the weight gradient: as many tiles as move the fewest cache lines. Never looks at threads."""
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    tile_bytes = FLOAT * POINTS * machine.width * (in_blocks + out_blocks)
+    sums = FLOAT * POINTS * machine.width**2 * in_blocks * out_blocks
+
+    def bytes_of_a_tile(tiles):
+        spilled = (tiles * tile_bytes > machine.l2) + 2 * (2 * tiles * tile_bytes > (machine.l3 or 8 * machine.l2))
+        return 2 * sums / tiles + 2 * tile_bytes * spilled
+
+    tiles = min((LEAST_TILES, 64, 96, 128, 192, MOST_TILES), key=bytes_of_a_tile)
+    return WinogradBlocking(tiles, out_blocks, in_blocks, False)
+
+
+def winograd_scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking, threads: int = 1) -> int:
+    """Memory for a batch, or for one of each thread [float32]: at least `winograd_scratch_size` of the kernels."""
+
+    def odd_lines(size):
+        return (ceil(size / 16) | 1) * 16
+
+    tiles = min(blocking.tiles, winograd_tiles(shape)[0]) + 3  # each kind of tile is rounded by itself
+    rows = [ceil(shape.C / machine.width) * machine.width, blocking.k_blocks * machine.width]
+    batch = POINTS * sum(odd_lines(tiles * odd_lines(row)) for row in rows)
+    return batch * (threads if blocking.private else 1)
+
+
+def winograd_filter_size(shape: ConvShape, machine: Machine) -> int:
+    """Elements of the transformed filters."""
+    return POINTS * ceil(shape.C / machine.width) * ceil(shape.K / machine.width) * machine.width**2
+
+
+def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
+    """Whether a pass takes fewer modelled cycles by Winograd than directly.
+
+    `shape` is that of the pass: `winograd_input_grad_shape` for the input gradient. Products, transforms of tiles and
+    transforms of filters against multiply-adds of the direct kernel. The same on every rank: nothing is measured.
+    """
+    per_cycle = 1 if machine.target == "avx512" else 2
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    steps = in_blocks * machine.width * out_blocks / per_cycle  # cycles of a product of all channels
+    tiles, products = winograd_tiles(shape)
+    fill = _step_cycles(machine, min(machine.tile[1], max(tiles, 1))) * per_cycle / machine.tile[0]
+    fill /= min(machine.tile[1], max(tiles, 1))  # few tiles leave the register tile empty
+    winograd = steps * products * fill / PRODUCT_SHARE + TRANSFORM * products / POINTS * (in_blocks + out_blocks)
+    winograd += FLOAT * winograd_filter_size(shape, machine) / FILTER_BYTES
+    rows = sum(len(taps) for taps in _taps(shape.P, 3, 1, shape.padding[0], shape.H))
+    columns = sum(len(taps) for taps in _taps(shape.Q, 3, 1, shape.padding[1], shape.W))
+    return winograd < steps * shape.N * rows * columns / DIRECT_SHARE
 
 
 # --- the paper's question -----------------------------------------------------------------------------------------

@@ -423,6 +423,31 @@ cdef void multiply(Winograd* g, Batch* batch, int point, Py_ssize_t group, Py_ss
         c0 = c1
 
 
+cdef inline void gradient_steps(vec* a0, vec* a1, const float* v, Py_ssize_t v_tile, const float* d,
+                                Py_ssize_t d_tile, Py_ssize_t tiles, bint two) noexcept nogil:
+    """`accumulate` for TILE input channels, that asks for the next ones: rows far apart are not prefetched by themselves.
+
+    The loop of one turn makes the innermost one unroll early (see simd.h).
+    """
+    cdef Py_ssize_t i
+    cdef int p, once
+    cdef float s
+    cdef vec w0, w1
+    for once in range(1):
+        for i in range(tiles):
+            prefetch(v + 2 * TILE - 1)
+            w0 = load(d)
+            if two:
+                w1 = load(d + b)
+            for p in range(TILE):
+                s = v[p]
+                a0[p] = a0[p] + w0 * s
+                if two:
+                    a1[p] = a1[p] + w1 * s
+            v += v_tile
+            d += d_tile
+
+
 cdef inline void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi, bint first,
                                    bint two) noexcept nogil:
     """dU of a point, channel blocks k (and k + 1): (+)= V' times transformed dy over tiles lo..hi."""
@@ -445,7 +470,10 @@ cdef inline void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssiz
             tile_fill(a0, a1, NULL, two)
         else:
             tile_load(a0, a1, width, du + c * b, b, channels * b, two)
-        run(0, width, a0, a1, v + c, 1, d, b, &over, two)
+        if width == TILE:
+            gradient_steps(a0, a1, v + c, g.v_tile, d, g.m_tile, hi - lo, two)
+        else:
+            run(0, width, a0, a1, v + c, 1, d, b, &over, two)
         tile_store(a0, a1, width, du + c * b, b, channels * b, False, two)
 
 
