@@ -92,16 +92,19 @@ def make_parser(job, prog=None):
 
 
 def _add_data(group, job):
-    embedded = "5,000 digits that come with pcldnn" if job.digits is not None else "none: --data or --synthetic is needed"
-    group.add_argument("--data", metavar="DIR|FILE", help=f"images or arrays to train on, see below (default: {embedded})")
+    embedded = "5,000 digits that come with pcldnn"
+    if job.digits is None:
+        embedded = "none: --data or --synthetic is needed"
+    group.add_argument("--data", metavar="DIR|FILE",
+                       help=f"images or arrays to train on, see below (default: {embedded})")
     group.add_argument("--synthetic", action="store_true", default=None,
                        help="made-up data of any size: to try and to time things, no files needed")
     group.add_argument("--classes", type=_integer(1), metavar="N",
                        help=f"number of classes (default: that of the data; {job.classes} with --synthetic)")
     if job.image_size is not None:
         _add_images(group, job)
-    group.add_argument("--skip-damaged", action="store_true",
-                       help="replace a sample that cannot be read by another of its class, instead of stopping with its path")
+    group.add_argument("--skip-damaged", action="store_true", help=(
+        "replace a sample that cannot be read by another of its class, instead of stopping with its path"))
     group.add_argument("--data-threads", type=_integer(0), default=2, metavar="N",
                        help="threads of each rank that read and decode ahead (default %(default)s)")
     group.add_argument("--no-validation", action="store_true", help="do not evaluate")
@@ -114,8 +117,8 @@ def _add_images(group, job):
     group.add_argument("--scale", type=_integer(1), nargs=2, metavar=("LOW", "HIGH"), help=(
         "scale jitter: the shorter side is resized to a random length in this range before the random crop [pixel] "
         "(default for a folder: 8/7 to 12/7 of the image size, 256 384 for 224)"))
-    group.add_argument("--mirror", action=argparse.BooleanOptionalAction,
-                       help="flip every other image, at random, left to right (default: folders yes, digits and arrays no)")
+    group.add_argument("--mirror", action=argparse.BooleanOptionalAction, help=(
+        "flip every other image, at random, left to right (default: folders yes, digits and arrays no)"))
     group.add_argument("--shift", type=_integer(0), metavar="N",
                        help="random shift of images that are not resized [pixel] (default: digits 2, else 0)")
 

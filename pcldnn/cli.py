@@ -28,7 +28,7 @@ def main(argv=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m pcldnn", description=(
-        "pcldnn: synchronous SGD for deep networks on clusters of CPUs. Training is started by the scripts in scripts/."))
+        "pcldnn: synchronous SGD for deep networks on clusters of CPUs. The scripts in scripts/ start training."))
     parser.add_argument("--version", action="version", version=f"pcldnn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -38,15 +38,17 @@ def _parser():
 
     plan = commands.add_parser(
         "plan", help="shapes, parameters, flop and memory of a network on a number of ranks",
-        description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. Nothing is "
-                    "allocated and no MPI is started, so any number of ranks can be asked for.",
+        description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. "
+                    "Nothing is allocated and no MPI is started, so any number of ranks can be asked for.",
         epilog="example: python -m pcldnn plan vgg_a --minibatch 256 --ranks 64")
     plan.add_argument("network", choices=NETWORKS)
     plan.add_argument("--minibatch", type=int, default=32, metavar="N",
                       help="images per step over all ranks (default %(default)s)")
     plan.add_argument("--ranks", type=int, default=1, metavar="N", help="MPI ranks (default %(default)s)")
-    plan.add_argument("--threads", type=int, metavar="N", help="compute threads of a rank (default: those of one rank here)")
-    plan.add_argument("--image-size", type=int, metavar="N", help="side of the input [pixel] (default: the network's own)")
+    plan.add_argument("--threads", type=int, metavar="N",
+                      help="compute threads of a rank (default: those of one rank here)")
+    plan.add_argument("--image-size", type=int, metavar="N",
+                      help="side of the input [pixel] (default: the network's own)")
     plan.add_argument("--channels", type=int, metavar="N", help="channels of the input (default 3)")
     plan.add_argument("--classes", type=int, metavar="N", help="number of outputs (default: the network's own)")
     plan.add_argument("--inference", action="store_true", help="forward passes only")

@@ -120,8 +120,8 @@ def describe(job, args, network, train, validation):
     plan = network.plan(args.minibatch)
     return (f"{job.title}: {network.parameter_count:,} parameters, {plan.flop() / 1e9:,.2f} Gflop an image trained\n"
             f"data: {train.name}: {images}; {validated}\n"
-            f"minibatch {args.minibatch}, epochs {args.epochs}, {schedule(args)}, momentum {args.momentum}, weight decay "
-            f"{args.weight_decay}, dropout {args.dropout}, seed {args.seed}")
+            f"minibatch {args.minibatch}, epochs {args.epochs}, {schedule(args)}, momentum {args.momentum}, "
+            f"weight decay {args.weight_decay}, dropout {args.dropout}, seed {args.seed}")
 
 
 def _count(number, one, many=None):

@@ -19,6 +19,7 @@ LEVELS = [
     ["scaling"],
     ["launcher", "faults"],
     ["plan", "communicator"],
+    ["weights"],
     ["network"],
     ["optim", "checkpoint", "data"],
     ["models", "report"],

@@ -9,7 +9,8 @@ from pcldnn import _kernels as kernels
 from pcldnn import blocking as solver
 from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, pair
+from pcldnn.layers.base import Layer, by_channel_block, pair
+from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
 
 
