@@ -210,10 +210,10 @@ def _weight_grad_cycles(shape: ConvShape, machine: Machine, images: int, band: i
 
 # --- Winograd convolution -----------------------------------------------------------------------------------------
 
-POINTS = 36  # of a tile of 4x4 outputs; smaller tiles use some of them
+POINTS = 64  # of a tile of 6x6 outputs; smaller tiles use some of them
 LEAST_TILES, MOST_TILES = 48, 256  # in flight: filters are read once per batch, so few tiles mean many bytes
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
-TRANSFORM = 420  # cycles of a 4x4 tile of one channel block, in or out: arithmetic, and 36 lines to other places
+TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
 FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
 
 
@@ -238,16 +238,17 @@ def winograd_input_grad_shape(shape: ConvShape) -> ConvShape:
     return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, 3, 3, (1, 1), padding, shape.lanes)
 
 
-def _fours_and_twos(size: int) -> tuple[int, int]:
-    """Tiles of 4 and of 2 outputs that `size` outputs are cut into."""
-    fours = (size + 1) // 4
-    return fours, int(size > 4 * fours)
+def _cut_in_tiles(size: int) -> tuple[int, int]:
+    """(tiles, points) along a dimension of `size` outputs: tiles of 6, and one of 2 or 4 for what remains."""
+    full = (size + 1) // 6
+    rest = max(ceil((size - 6 * full) / 2) * 2, 0)
+    return full + (rest > 0), 8 * full + (rest + 2 if rest else 0)
 
 
 def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
-    """(tiles, products a pair of channels) of all images."""
-    (rows4, rows2), (cols4, cols2) = _fours_and_twos(shape.P), _fours_and_twos(shape.Q)
-    return shape.N * (rows4 + rows2) * (cols4 + cols2), shape.N * (6 * rows4 + 4 * rows2) * (6 * cols4 + 4 * cols2)
+    """(tiles, products of a pair of channels) of all images."""
+    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P), _cut_in_tiles(shape.Q)
+    return shape.N * rows * columns, shape.N * row_points * column_points
 
 
 def winograd_forward(shape: ConvShape, machine: Machine, threads: int = 1) -> WinogradBlocking:

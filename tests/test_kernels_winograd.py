@@ -7,9 +7,10 @@ positive with a mean far above their spread (as after ReLU).
 import numpy as np
 import pytest
 
-from pcldnn._kernels import reference
+from pcldnn._kernels import checks, reference
 
 BOUND = 5e-5
+POINTS = checks.WINOGRAD_POINTS
 # images, input channels, height, width, filters, padding
 SHAPES = {
     "vgg_a conv2": (1, 64, 9, 112, 128, (1, 1)),
@@ -18,7 +19,9 @@ SHAPES = {
     "overfeat_fast conv4": (1, 512, 12, 12, 1024, (1, 1)),
     "7x7": (3, 40, 7, 7, 24, (1, 1)),
     "13x13": (2, 33, 13, 13, 17, (1, 1)),
-    "one tile": (1, 8, 4, 4, 8, (1, 1)),
+    "one tile": (1, 8, 6, 6, 8, (1, 1)),
+    "5x9": (2, 8, 5, 9, 8, (1, 1)),
+    "8x10": (1, 12, 8, 10, 8, (1, 1)),
     "one pixel": (3, 5, 1, 1, 7, (1, 1)),
     "1x2": (2, 9, 1, 2, 3, (1, 1)),
     "one output": (2, 3, 3, 3, 9, (0, 0)),
@@ -70,8 +73,8 @@ def winograd(kernels, values, padding, b, blocking=None, threads=1, relu=True):
     blocked_bias[: len(bias)] = bias
     outputs = [np.full_like(array, np.nan) for array in (dy, x, weight)]
     in_blocks, out_blocks = weight.shape[1], weight.shape[0]
-    u = np.full((36, out_blocks, in_blocks * b, b), np.nan, x.dtype)
-    transposed = np.full((36, in_blocks, out_blocks * b, b), np.nan, x.dtype)
+    u = np.full((POINTS, out_blocks, in_blocks * b, b), np.nan, x.dtype)
+    transposed = np.full((POINTS, in_blocks, out_blocks * b, b), np.nan, x.dtype)
     kernels.winograd_transform_filter(weight, u, num_threads=threads)
     kernels.winograd_transform_filter(weight, transposed, input_grad=True, num_threads=threads)
     options = {"blocking": blocking, "num_threads": threads}
@@ -148,7 +151,7 @@ def test_without_bias_and_relu_and_with_nan(target):
     rectified, _, _ = winograd(target, values, (1, 1), b)
     assert np.array_equal(np.maximum(y, 0), rectified) and (y < 0).any()
     values[0][1, 3, 2, 2] = np.nan
-    x, u = block(values[0], b), np.empty((36, -(-24 // b), -(-40 // b) * b, b), np.float32)
+    x, u = block(values[0], b), np.empty((POINTS, -(-24 // b), -(-40 // b) * b, b), np.float32)
     target.winograd_transform_filter(block_filter(values[1], b), u)
     target.winograd_forward(x, u, None, y, (1, 1), True)
     assert np.isnan(y[1, :, 1:4, 1:4]).all() and np.isfinite(y[[0, 2]]).all()
@@ -160,7 +163,7 @@ def test_a_scratch_of_the_stated_size_suffices_and_a_smaller_one_is_refused(targ
     values, b = arrays("no padding"), target.SIMD_WIDTH
     x, dy, weight = block(values[0], b), block(values[3], b), block_filter(values[1], b)
     in_blocks, out_blocks = x.shape[1], dy.shape[1]
-    u, tiles = np.empty((36, out_blocks, in_blocks * b, b), np.float32), 8
+    u, tiles = np.empty((POINTS, out_blocks, in_blocks * b, b), np.float32), 8
     target.winograd_transform_filter(weight, u)
     for private, threads in ((False, 2), (True, 2)):
         blocking = (tiles, out_blocks, 1, private)
@@ -179,12 +182,12 @@ def test_a_scratch_of_the_stated_size_suffices_and_a_smaller_one_is_refused(targ
 def test_wrong_shapes_are_refused(target):
     values, b = arrays("7x7"), target.SIMD_WIDTH
     x, dy, weight = block(values[0], b), block(values[3], b), block_filter(values[1], b)
-    u = np.empty((36, weight.shape[0], weight.shape[1] * b, b), np.float32)
-    transposed = np.empty((36, weight.shape[1], weight.shape[0] * b, b), np.float32)
+    u = np.empty((POINTS, weight.shape[0], weight.shape[1] * b, b), np.float32)
+    transposed = np.empty((POINTS, weight.shape[1], weight.shape[0] * b, b), np.float32)
     with pytest.raises(ValueError, match="3x3"):
         target.winograd_transform_filter(np.ascontiguousarray(weight[:, :, :2]), u)
     with pytest.raises(ValueError, match=r"u has shape"):
-        target.winograd_transform_filter(weight, u[:35])
+        target.winograd_transform_filter(weight, u[1:])
     with pytest.raises(ValueError, match=r"y has shape"):
         target.winograd_forward(x, u, None, dy, (0, 0))
     with pytest.raises(ValueError, match=r"u has shape"):

@@ -9,6 +9,7 @@ an input channel block (b, or C itself for an unpadded network input); CB, KB = 
 """
 
 MAX_INT32 = 2**31 - 1
+WINOGRAD_POINTS = 64  # of a tile of 6x6 outputs: the first extent of transformed filters
 
 
 def shape(name, got, wanted):
@@ -202,14 +203,14 @@ def winograd_transform_filter(weight, u, input_grad, num_threads):
         raise ValueError(f"weight has filters {r}x{s}, wanted 3x3")
     if bc != b:
         raise ValueError(f"weight has blocks of {bc} input channels, wanted {b}: they must be padded")
-    shape("u", u, (36, cb, kb * b, b) if input_grad else (36, kb, cb * b, b))
+    shape("u", u, (WINOGRAD_POINTS, cb, kb * b, b) if input_grad else (WINOGRAD_POINTS, kb, cb * b, b))
     threads(num_threads)
 
 
 def winograd_forward(x, u, bias, y, padding, num_threads):
     cb, b = x[1], x[4]
     _winograd(("x", "weight", "y"), x, (y[1], cb, 3, 3, b, b), y, padding, num_threads)
-    shape("u", u, (36, y[1], cb * b, b))
+    shape("u", u, (WINOGRAD_POINTS, y[1], cb * b, b))
     if bias is not None:
         shape("bias", bias, (y[1] * b,))
 
@@ -217,7 +218,7 @@ def winograd_forward(x, u, bias, y, padding, num_threads):
 def winograd_input_grad(dy, u, dx, padding, num_threads):
     kb, b = dy[1], dy[4]
     _winograd(("dx", "weight", "dy"), dx, (kb, dx[1], 3, 3, b, b), dy, padding, num_threads)
-    shape("u", u, (36, dx[1], kb * b, b))
+    shape("u", u, (WINOGRAD_POINTS, dx[1], kb * b, b))
 
 
 def winograd_weight_grad(x, dy, dweight, padding, num_threads):

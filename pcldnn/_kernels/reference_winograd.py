@@ -1,6 +1,6 @@
 """NumPy twins of the Winograd kernels: the same transforms by matrices, without tiles of two sizes or batches.
 
-Every size is cut in tiles of 4 outputs, whatever is left over is computed and dropped. The oracle of the tests is not
+Every size is cut in tiles of 6 outputs, whatever is left over is computed and dropped. The oracle of the tests is not
 this but direct convolution in float64 (`reference.conv2d_forward` and its kin).
 """
 
@@ -8,20 +8,19 @@ import numpy as np
 
 from pcldnn._kernels import checks
 
-_P, _Q = 11 / 16, 11 / 8
+_POINTS = np.array([0, 9 / 16, -9 / 16, 1, -1, 13 / 8, -13 / 8])  # and infinity
 
 
 def _matrices():
-    """B' (6x6), G (6x3) and A (6x4) for the points 0, P, -P, Q, -Q, infinity (derived from Lavin & Gray 2016)."""
-    points = np.array([0, _P, -_P, _Q, -_Q])
-    inputs, filters, outputs = np.zeros((6, 6)), np.zeros((6, 3)), np.zeros((6, 4))
-    for i, point in enumerate(points):
-        others = np.delete(points, i)
-        inputs[i, :5] = np.poly(others)[::-1]
+    """B' (8x8), G (8x3) and A (8x6): derived from Lavin & Gray 2016."""
+    inputs, filters, outputs = np.zeros((8, 8)), np.zeros((8, 3)), np.zeros((8, 6))
+    for i, point in enumerate(_POINTS):
+        others = np.delete(_POINTS, i)
+        inputs[i, :7] = np.poly(others)[::-1]
         filters[i] = point ** np.arange(3) / np.prod(point - others)
-        outputs[i] = point ** np.arange(4)
-    inputs[5] = np.poly(points)[::-1]
-    filters[5, 2] = outputs[5, 3] = 1
+        outputs[i] = point ** np.arange(6)
+    inputs[7] = np.poly(_POINTS)[::-1]
+    filters[7, 2] = outputs[7, 5] = 1
     return inputs, filters, outputs
 
 
@@ -38,7 +37,7 @@ def _tiles(image, size, step, count, first):
     """The tiles (C, rows, cols, size, size) of an image (CB, H, W, b), `step` apart from `first` on; zeros outside."""
     (ph, pw), (rows, cols) = first, count
     cb, h, w, b = image.shape
-    framed = np.zeros((cb * b, 4 * rows + 2, 4 * cols + 2), image.dtype)
+    framed = np.zeros((cb * b, 6 * rows + 2, 6 * cols + 2), image.dtype)
     plain = image.transpose(0, 3, 1, 2).reshape(cb * b, h, w)
     plain = plain[:, max(-ph, 0):, max(-pw, 0):]
     ph, pw = max(ph, 0), max(pw, 0)
@@ -49,9 +48,9 @@ def _tiles(image, size, step, count, first):
 
 
 def _points(tiles):
-    """(C, rows, cols, 6, 6) to (36, C, tiles)."""
+    """(C, rows, cols, 8, 8) to (64, C, tiles)."""
     c, rows, cols = tiles.shape[:3]
-    return tiles.transpose(3, 4, 0, 1, 2).reshape(36, c, rows * cols)
+    return tiles.transpose(3, 4, 0, 1, 2).reshape(64, c, rows * cols)
 
 
 def winograd_scratch_size(in_blocks, out_blocks, tiles, batches):
@@ -60,7 +59,7 @@ def winograd_scratch_size(in_blocks, out_blocks, tiles, batches):
 
 
 def winograd_transform_filter(weight, u, input_grad=False, num_threads=1):
-    """u = G w G' at 36 points; with `input_grad` of the transposed, flipped filters."""
+    """u = G w G' at 64 points; with `input_grad` of the transposed, flipped filters."""
     checks.winograd_transform_filter(weight.shape, u.shape, input_grad, num_threads)
     if input_grad:
         weight = weight[:, :, ::-1, ::-1].transpose(1, 0, 2, 3, 5, 4)
@@ -70,12 +69,12 @@ def winograd_transform_filter(weight, u, input_grad=False, num_threads=1):
 
 def _convolve(x, u, bias, y, padding, relu):
     n, kb, p, q, b = y.shape
-    count = -(-p // 4), -(-q // 4)
-    matrices = u.transpose(0, 1, 3, 2).reshape(36, kb * b, u.shape[2])
+    count = -(-p // 6), -(-q // 6)
+    matrices = u.transpose(0, 1, 3, 2).reshape(64, kb * b, u.shape[2])
     for i in range(n):
-        v = _points(_both(_B, _tiles(x[i], 6, 4, count, padding)))
-        m = (matrices @ v).reshape(6, 6, kb * b, *count).transpose(2, 3, 4, 0, 1)
-        out = _both(_A.T, m).transpose(0, 1, 3, 2, 4).reshape(kb, b, 4 * count[0], 4 * count[1])[:, :, :p, :q]
+        v = _points(_both(_B, _tiles(x[i], 8, 6, count, padding)))
+        m = (matrices @ v).reshape(8, 8, kb * b, *count).transpose(2, 3, 4, 0, 1)
+        out = _both(_A.T, m).transpose(0, 1, 3, 2, 4).reshape(kb, b, 6 * count[0], 6 * count[1])[:, :, :p, :q]
         y[i] = out.transpose(0, 2, 3, 1)
         if bias is not None:
             y[i] += bias.reshape(kb, 1, 1, b)
@@ -101,11 +100,11 @@ def winograd_weight_grad(x, dy, dweight, padding, scratch=None, blocking=None, n
     checks.winograd_weight_grad(x.shape, dy.shape, dweight.shape, padding, num_threads)
     kb, cb, _, _, _, b = dweight.shape
     n, _, p, q, _ = dy.shape
-    count = -(-p // 4), -(-q // 4)
-    total = np.zeros((36, cb * b, kb * b), dweight.dtype)
+    count = -(-p // 6), -(-q // 6)
+    total = np.zeros((64, cb * b, kb * b), dweight.dtype)
     for i in range(n):
-        v = _points(_both(_B, _tiles(x[i], 6, 4, count, padding)))
-        d = _points(_both(_A, _tiles(dy[i], 4, 4, count, (0, 0))))
+        v = _points(_both(_B, _tiles(x[i], 8, 6, count, padding)))
+        d = _points(_both(_A, _tiles(dy[i], 6, 6, count, (0, 0))))
         total += v @ d.transpose(0, 2, 1)
-    taps = _both(_G.T, total.reshape(6, 6, cb, b, kb, b).transpose(4, 2, 3, 5, 0, 1))
+    taps = _both(_G.T, total.reshape(8, 8, cb, b, kb, b).transpose(4, 2, 3, 5, 0, 1))
     dweight[...] = taps.transpose(0, 1, 4, 5, 2, 3)
