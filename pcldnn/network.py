@@ -12,6 +12,8 @@ computes is in layers/. Here the plan's arrays are allocated, once, and the call
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pcldnn.layers import CrossEntropyLoss
@@ -313,14 +315,18 @@ class Network:
             else:
                 self.communicator.allgather(unit.parameters, sizes)
 
-    def gather_shards(self, shards: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective."""
-        running, whole = self._training_plan("gather_shards"), self._weights.zeros()
+    def gather_shards(self, shards: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective.
+
+        Yields a layer at a time, so that a rank never holds the whole; all ranks advance together.
+        """
+        running = self._training_plan("gather_shards")
         for layer in self._weights.layers:
-            whole[layer.name][slice(*self._owned(layer))] = shards[layer.name]
+            whole = aligned_zeros(layer.parameter_size)
+            whole[slice(*self._owned(layer))] = shards[layer.name]
             if running.ranks > 1:
-                self.communicator.allgather(whole[layer.name], running.shards(layer))
-        return self._weights.to_logical(whole)
+                self.communicator.allgather(whole, running.shards(layer))
+            yield {f"{layer.name}.{name}": value for name, value in layer.from_flat(whole).items()}
 
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
@@ -375,4 +381,5 @@ def _check_seed(seed: int) -> int:
 
 def _finite(array: np.ndarray) -> bool:
     """Whether all numbers are finite: their sum in float64 is, exactly then (float32 cannot overflow it)."""
-    return bool(np.isfinite(array.sum(dtype=np.float64)))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return bool(np.isfinite(array.sum(dtype=np.float64)))

@@ -13,6 +13,7 @@ upon between ranks:
 (d) Evaluation adds up integers: hits and samples. Each sample counts once, on any number of ranks.
 """
 import dataclasses
+import itertools
 import math
 import time
 
@@ -368,12 +369,12 @@ class _Run:
                 self.report.warn(f"{error}. Training goes on; an older checkpoint there is untouched.")
 
     def _save(self):
-        network, root = self.network, self.communicator.rank == 0
-        weights = network.state_dict() if root else {}
-        momentum = self.optimizer.state_dict(network)
-        shapes = {name: (array.dtype, array.shape) for tensors in (weights, momentum)
-                  for name, array in tensors.items()}
-        save_collective(self.checkpoint, shapes, [weights, momentum], self._metadata(), self.communicator)
+        weights = self.network.state_dict() if self.communicator.rank == 0 else {}
+        shapes = {name: (array.dtype, array.shape) for name, array in weights.items()}
+        if self.optimizer.has_state:
+            shapes.update({MOMENTUM_PREFIX + name: entry for name, entry in list(shapes.items())})
+        batches = itertools.chain([weights], self.optimizer.state_by_layer(self.network))
+        save_collective(self.checkpoint, shapes, batches, self._metadata(), self.communicator)
 
     def _metadata(self):
         return {"pcldnn": __version__, "step": self.step, "epoch": self.step // self.steps_per_epoch,

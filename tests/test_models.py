@@ -97,6 +97,6 @@ def test_vgg_a_starts_well():
         network.backward()
         weights = network.state_dict()
         for name, gradient in network.gradients().items():
-            if name.endswith("weight"):
-                assert 1e-5 < np.linalg.norm(gradient) / np.linalg.norm(weights[name]) < 30, name
+            if name.endswith("weight") and name != "classifier.6.weight":  # that one is small on purpose
+                assert 1e-5 < np.linalg.norm(gradient) / np.linalg.norm(weights[name]) < 10, name
         network.update(optimizer)

@@ -14,7 +14,7 @@ from pcldnn.plan import plan
 
 MACHINES = [Machine("sse2", "sse2", 1), Machine("avx2", "avx2", 2, l2=2**19, l3=2**25), Machine("avx512", "avx512", 4)]
 SMALL = [Conv2d(3, 16, 3, padding=1), ReLU(), Conv2d(16, 24, 3, padding=1), ReLU(), MaxPool2d(2),
-         Conv2d(24, 20, 3, padding=2), ReLU(), Conv2d(20, 16, 3), Flatten(), Linear(784, 5)]  # fmt: skip
+         Conv2d(24, 20, 3, padding=2), ReLU(), Conv2d(20, 16, 3), Flatten(), Linear(256, 5)]  # fmt: skip
 
 
 def algorithms(made):

@@ -345,40 +345,54 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-cdef inline void product_tiles(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t group, Py_ssize_t k,
-                               Py_ssize_t lo, Py_ssize_t hi, bint two) noexcept nogil:
-    """M of a point, channel blocks k (and k + 1), tiles lo..hi: (+)= V times U over input channel blocks c0..c1."""
+cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, Py_ssize_t x0, const float* w, Py_ssize_t wv,
+                          Py_ssize_t w0, Py_ssize_t steps, float* y, Py_ssize_t yp, Py_ssize_t yv, bint first,
+                          bint two) noexcept nogil:
+    """One register tile: y = (or +=, unless `first`) the sum over `steps` of outer products."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
     cdef Reduction over
+    over.n0, over.x0, over.w0 = steps, x0, w0
+    over.n1, over.x1, over.w1 = 1, 0, 0
+    over.n2, over.x2, over.w2 = 1, 0, 0
+    over.ahead = 0
+    if first:
+        tile_fill(a0, a1, NULL, two)
+    else:
+        tile_load(a0, a1, width, y, yp, yv, two)
+    run(0, width, a0, a1, x, xp, w, wv, &over, two)
+    tile_store(a0, a1, width, y, yp, yv, False, two)
+
+
+cdef void tile_sum_two(int width, const float* x, Py_ssize_t xp, Py_ssize_t x0, const float* w, Py_ssize_t wv,
+                       Py_ssize_t w0, Py_ssize_t steps, float* y, Py_ssize_t yp, Py_ssize_t yv,
+                       bint first) noexcept nogil:
+    tile_sum(width, x, xp, x0, w, wv, w0, steps, y, yp, yv, first, True)
+
+
+cdef void tile_sum_one(int width, const float* x, Py_ssize_t xp, Py_ssize_t x0, const float* w, Py_ssize_t wv,
+                       Py_ssize_t w0, Py_ssize_t steps, float* y, Py_ssize_t yp, Py_ssize_t yv,
+                       bint first) noexcept nogil:
+    tile_sum(width, x, xp, x0, w, wv, w0, steps, y, yp, yv, first, False)
+
+
+cdef void product_tiles(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t group, Py_ssize_t k,
+                        Py_ssize_t lo, Py_ssize_t hi, bint two) noexcept nogil:
+    """M of a point, channel blocks k (and k + 1), tiles lo..hi: (+)= V times U over input channel blocks c0..c1."""
     cdef Py_ssize_t channels = g.in_blocks * b, t
     cdef int i, width, parts = tiles_of(hi - lo)
     cdef const float* u = g.u + ((point * g.out_blocks + k) * channels + c0 * b) * b
     cdef const float* v = g.v + point * g.v_point + c0 * b
     cdef float* m = g.m + point * g.m_point + (k - group) * b
-    over.n0, over.x0, over.w0 = (c1 - c0) * b, 1, b
-    over.n1, over.x1, over.w1 = 1, 0, 0
-    over.n2, over.x2, over.w2 = 1, 0, 0
-    over.ahead = 0
     for i in range(parts):
         t = lo + tile_start(hi - lo, parts, i)
         width = <int>(lo + tile_start(hi - lo, parts, i + 1) - t)
-        if c0 == 0:
-            tile_fill(a0, a1, NULL, two)
+        if two:
+            tile_sum_two(width, v + t * g.v_tile, g.v_tile, 1, u, channels * b, b, (c1 - c0) * b,
+                         m + t * g.m_tile, g.m_tile, b, c0 == 0)
         else:
-            tile_load(a0, a1, width, m + t * g.m_tile, g.m_tile, b, two)
-        run(0, width, a0, a1, v + t * g.v_tile, g.v_tile, u, channels * b, &over, two)
-        tile_store(a0, a1, width, m + t * g.m_tile, g.m_tile, b, False, two)
-
-
-cdef void product_tiles_two(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t group, Py_ssize_t k,
-                            Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
-    product_tiles(g, point, c0, c1, group, k, lo, hi, True)
-
-
-cdef void product_tiles_one(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t group, Py_ssize_t k,
-                            Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
-    product_tiles(g, point, c0, c1, group, k, lo, hi, False)
+            tile_sum_one(width, v + t * g.v_tile, g.v_tile, 1, u, channels * b, b, (c1 - c0) * b,
+                         m + t * g.m_tile, g.m_tile, b, c0 == 0)
 
 
 cdef void multiply(Winograd* g, Batch* batch, int point, Py_ssize_t group, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
@@ -390,76 +404,58 @@ cdef void multiply(Winograd* g, Batch* batch, int point, Py_ssize_t group, Py_ss
         c1 = min(c0 + g.c_blocks, g.in_blocks)
         k = k0
         while k < k1:
-            if k + 1 < k1:
-                product_tiles_two(g, point, c0, c1, group, k, lo, hi)
-            else:
-                product_tiles_one(g, point, c0, c1, group, k, lo, hi)
+            product_tiles(g, point, c0, c1, group, k, lo, hi, k + 1 < k1)
             k += 2
         c0 = c1
 
 
-cdef inline void gradient_steps(vec* a0, vec* a1, const float* v, Py_ssize_t v_tile, const float* d,
-                                Py_ssize_t d_tile, Py_ssize_t tiles, bint two) noexcept nogil:
-    """`accumulate` for TILE input channels, that asks for the next ones: rows far apart are not prefetched by themselves.
+cdef void gradient_sum(const float* v, Py_ssize_t v_tile, const float* d, Py_ssize_t d_tile, Py_ssize_t tiles,
+                       float* du, Py_ssize_t du_block, bint first) noexcept nogil:
+    """`tile_sum_two` for TILE input channels, that asks for the next ones: rows far apart are not fetched by themselves.
 
     The loop of one turn makes the innermost one unroll early (see simd.h).
     """
+    cdef vec a0[TILE]
+    cdef vec a1[TILE]
     cdef Py_ssize_t i
     cdef int p, once
     cdef float s
     cdef vec w0, w1
+    if first:
+        tile_fill(a0, a1, NULL, True)
+    else:
+        tile_load(a0, a1, TILE, du, b, du_block, True)
     for once in range(1):
         for i in range(tiles):
             prefetch(v + 2 * TILE - 1)
             w0 = load(d)
-            if two:
-                w1 = load(d + b)
+            w1 = load(d + b)
             for p in range(TILE):
                 s = v[p]
                 a0[p] = a0[p] + w0 * s
-                if two:
-                    a1[p] = a1[p] + w1 * s
+                a1[p] = a1[p] + w1 * s
             v += v_tile
             d += d_tile
+    tile_store(a0, a1, TILE, du, b, du_block, False, True)
 
 
-cdef inline void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi, bint first,
-                                   bint two) noexcept nogil:
+cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi, bint first,
+                            bint two) noexcept nogil:
     """dU of a point, channel blocks k (and k + 1): (+)= V' times transformed dy over tiles lo..hi."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    cdef Reduction over
     cdef Py_ssize_t channels = g.in_blocks * b, c
     cdef int i, width, parts = tiles_of(channels)
     cdef float* du = g.du + (point * g.out_blocks + k) * channels * b
     cdef const float* v = g.v + point * g.v_point + lo * g.v_tile
     cdef const float* d = g.m + point * g.m_point + lo * g.m_tile + k * b
-    over.n0, over.x0, over.w0 = hi - lo, g.v_tile, g.m_tile
-    over.n1, over.x1, over.w1 = 1, 0, 0
-    over.n2, over.x2, over.w2 = 1, 0, 0
-    over.ahead = 0
     for i in range(parts):
         c = tile_start(channels, parts, i)
         width = <int>(tile_start(channels, parts, i + 1) - c)
-        if first:
-            tile_fill(a0, a1, NULL, two)
+        if two and width == TILE:
+            gradient_sum(v + c, g.v_tile, d, g.m_tile, hi - lo, du + c * b, channels * b, first)
+        elif two:
+            tile_sum_two(width, v + c, 1, g.v_tile, d, b, g.m_tile, hi - lo, du + c * b, b, channels * b, first)
         else:
-            tile_load(a0, a1, width, du + c * b, b, channels * b, two)
-        if width == TILE:
-            gradient_steps(a0, a1, v + c, g.v_tile, d, g.m_tile, hi - lo, two)
-        else:
-            run(0, width, a0, a1, v + c, 1, d, b, &over, two)
-        tile_store(a0, a1, width, du + c * b, b, channels * b, False, two)
-
-
-cdef void gradient_products_two(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi,
-                                bint first) noexcept nogil:
-    gradient_products(g, point, k, lo, hi, first, True)
-
-
-cdef void gradient_products_one(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi,
-                                bint first) noexcept nogil:
-    gradient_products(g, point, k, lo, hi, first, False)
+            tile_sum_one(width, v + c, 1, g.v_tile, d, b, g.m_tile, hi - lo, du + c * b, b, channels * b, first)
 
 
 cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
@@ -471,10 +467,7 @@ cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, P
         t1 = min(t0 + STRIP, hi)
         k = k0
         while k < k1:
-            if k + 1 < k1:
-                gradient_products_two(g, point, k, t0, t1, first and t0 == lo)
-            else:
-                gradient_products_one(g, point, k, t0, t1, first and t0 == lo)
+            gradient_products(g, point, k, t0, t1, first and t0 == lo, k + 1 < k1)
             k += 2
         t0 += STRIP
 
@@ -644,10 +637,6 @@ cdef void transform_filters(const float* w, float* u, Py_ssize_t KB, Py_ssize_t 
         store_fence()
 
 
-cdef tuple shape_of(array):
-    return tuple([array.shape[i] for i in range(array.ndim)])
-
-
 def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN   (KB, CB, 3, 3, b, b)
                               float[:, :, :, ::1] u,                      # OUT  (64, KB, CB * b, b)
                               bint input_grad=False, int num_threads=1):
@@ -659,7 +648,7 @@ def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN  
     cdef bint stream
     cdef const float* w
     cdef float* out
-    checks.winograd_transform_filter(shape_of(weight), shape_of(u), input_grad, num_threads)
+    checks.winograd_transform_filter(dims(weight), dims(u), input_grad, num_threads)
     checks.width("weight", weight.shape[5], b)
     if size == 0:
         return
@@ -685,14 +674,6 @@ cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking)
     return 0
 
 
-cdef float[::1] winograd_scratch(float[::1] scratch, Py_ssize_t wanted):
-    if scratch is None:
-        return array(shape=(max(wanted, 1),), itemsize=sizeof(float), format="f")
-    if scratch.shape[0] < wanted:
-        raise ValueError(f"scratch has {scratch.shape[0]} elements, wanted at least {wanted}")
-    return scratch
-
-
 cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] u, bias, float[:, :, :, :, ::1] y,
                       tuple padding, bint relu, float[::1] scratch, blocking, int num_threads) except -1:
     cdef Winograd g
@@ -700,14 +681,14 @@ cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] 
     cdef bint private = blocking is not None and blocking[3]
     if x.shape[0] == 0 or y.shape[1] == 0 or y.shape[2] == 0 or y.shape[3] == 0:
         return 0
-    winograd_arrays(&g, shape_of(x), shape_of(y), padding, blocking)
+    winograd_arrays(&g, dims(x), dims(y), padding, blocking)
     g.bias = NULL
     if bias is not None:
         bias_view = bias
         g.bias = &bias_view[0]
     g.x, g.u, g.y = &x[0, 0, 0, 0, 0], &u[0, 0, 0, 0], &y[0, 0, 0, 0, 0]
     g.relu = relu
-    scratch = winograd_scratch(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles, num_threads if private else 1))
+    scratch = scratch_of(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles, num_threads if private else 1))
     with nogil:
         winograd_pass(&g, private, &scratch[0], num_threads)
     return 0
@@ -729,7 +710,7 @@ def winograd_forward(const float[:, :, :, :, ::1] x,         # IN   (N, CB, H, W
         Tiles of a batch, blocks of K whose products are held at a time, blocks of C per visit of the products,
         and whether each thread has batches of its own; `pcldnn.blocking.winograd_forward` solves for all four.
     """
-    checks.winograd_forward(shape_of(x), shape_of(u), None if bias is None else shape_of(bias), shape_of(y), padding, num_threads)
+    checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads)
     checks.width("x", x.shape[4], b)
     winograd_run(x, u, bias, y, padding, relu, scratch, blocking, num_threads)
 
@@ -741,7 +722,7 @@ def winograd_input_grad(const float[:, :, :, :, ::1] dy,     # IN   (N, KB, P, Q
                         float[::1] scratch=None,             # TMP  winograd_scratch_size(...)
                         blocking=None, int num_threads=1):
     """dx: gradient of winograd_forward with respect to x: the convolution of dy with padding 2 - padding."""
-    checks.winograd_input_grad(shape_of(dy), shape_of(u), shape_of(dx), padding, num_threads)
+    checks.winograd_input_grad(dims(dy), dims(u), dims(dx), padding, num_threads)
     checks.width("dy", dy.shape[4], b)
     winograd_run(dy, u, None, dx, (2 - padding[0], 2 - padding[1]), False, scratch, blocking, num_threads)
 
@@ -758,7 +739,7 @@ def winograd_weight_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W
     """
     cdef Winograd g
     cdef Py_ssize_t size
-    checks.winograd_weight_grad(shape_of(x), shape_of(dy), shape_of(dweight), padding, num_threads)
+    checks.winograd_weight_grad(dims(x), dims(dy), dims(dweight), padding, num_threads)
     checks.width("x", x.shape[4], b)
     size = dweight.shape[0] * dweight.shape[1] * b * b
     if size == 0:
@@ -766,9 +747,9 @@ def winograd_weight_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W
     if x.shape[0] == 0:
         memset(&dweight[0, 0, 0, 0, 0, 0], 0, 9 * size * sizeof(float))
         return
-    winograd_arrays(&g, shape_of(x), shape_of(dy), padding, blocking)
+    winograd_arrays(&g, dims(x), dims(dy), padding, blocking)
     g.x, g.y, g.dw = &x[0, 0, 0, 0, 0], <float*>&dy[0, 0, 0, 0, 0], &dweight[0, 0, 0, 0, 0, 0]
-    scratch = winograd_scratch(scratch, POINTS * size + winograd_scratch_size(g.in_blocks, g.out_blocks, g.tiles, 1))
+    scratch = scratch_of(scratch, POINTS * size + winograd_scratch_size(g.in_blocks, g.out_blocks, g.tiles, 1))
     g.du = &scratch[0]
     layout_batch(&g, g.out_blocks, g.du + POINTS * size)
     with nogil:

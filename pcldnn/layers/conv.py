@@ -93,12 +93,17 @@ class Conv2d(Layer):
             return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, machine, threads))
         weight_size = plan.parameters[0].array_size
         if pass_name == "forward":
-            blocking, scratch = solver.conv_forward(shape, machine), 0
+            blocking = solver.conv_forward(shape, machine)
+            scratch = solver.pack_size(shape, machine) if blocking.across_images else 0
         elif pass_name == "input_grad":
             blocking, scratch = solver.conv_input_grad(shape, machine), weight_size  # the transposed filters
+            if blocking.across_images:
+                scratch += solver.pack_size(solver.gradient_shape(shape), machine)
         else:
             blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
+            if blocking.across_images:
+                scratch += plan.images * (plan.input.padded_features + plan.output.padded_features)
         return replace(made, blocking=blocking, scratch=scratch)
 
     def absorbs(self, following: Layer) -> bool:
@@ -115,7 +120,8 @@ class Conv2d(Layer):
             )  # fmt: skip
         else:
             kernels.conv2d_forward(
-                x, weight, bias, y, self.stride, self.padding, relu, made.blocking, unit.num_threads
+                x, weight, bias, y, self.stride, self.padding, relu, made.blocking, unit.num_threads,
+                unit.memory.scratch.get("forward"),
             )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
@@ -141,11 +147,11 @@ class Conv2d(Layer):
             kernels.winograd_transform_filter(weight, filters, True, unit.num_threads)
             kernels.winograd_input_grad(dy, filters, dx, self.padding, scratch, made.blocking, unit.num_threads)
             return
-        weight_t = unit.memory.scratch["input_grad"][: weight.size]
-        weight_t = weight_t.reshape(in_blocks, out_blocks, rows, columns, block, lanes)
+        scratch = unit.memory.scratch["input_grad"]
+        weight_t = scratch[: weight.size].reshape(in_blocks, out_blocks, rows, columns, block, lanes)
         kernels.conv2d_transpose_filter(weight, weight_t, unit.num_threads)
         kernels.conv2d_input_grad(
-            dy, weight_t, dx, self.stride, self.padding, made.blocking, unit.num_threads
+            dy, weight_t, dx, self.stride, self.padding, made.blocking, unit.num_threads, scratch[weight.size :],
         )  # fmt: skip
 
     def __str__(self) -> str:
