@@ -179,12 +179,13 @@ class Network:
         self._output_grad = array("loss", "input_grad", new.output)
         self._losses = np.zeros(new.images)
         for layer in new.layers:
+            scratch = {name: arrays.get((layer.name, f"{name} scratch")) for name in PASSES}
             memory = Memory(
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
                 gradients=aligned_zeros(layer.parameter_size) if layer.weight_grad else None,
-                scratch={p: arrays[layer.name, f"{p} scratch"] for p in PASSES if (layer.name, f"{p} scratch") in arrays},
+                scratch=scratch,
             )
             self._units.append(Unit(layer, memory, new.threads))
 
@@ -261,7 +262,7 @@ class Network:
         return float(losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
 
     def backward(self) -> None:
-        """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
+        """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective."""
         step = self._started("backward")
         dy = self._output_grad[: len(step.sample_ids)]
         for unit in reversed(self._units):
