@@ -48,11 +48,14 @@ def errors(name, images, rows):
     random, b = np.random.default_rng(0), kernels.SIMD_WIDTH
     rows = min(rows, width)
     x = np.maximum(random.standard_normal((images, channels // b, rows, width, b), np.float32), 0)
-    weight = random.standard_normal((filters // b, channels // b, 3, 3, b, b), np.float32) * np.float32(np.sqrt(2 / (9 * channels)))
+    weight = random.standard_normal((filters // b, channels // b, 3, 3, b, b), np.float32)
+    weight *= np.float32(np.sqrt(2 / (9 * channels)))
     dy = random.standard_normal((images, filters // b, rows, width, b), np.float32)
     exact = passes(reference, *(array.astype(np.float64) for array in (x, weight, dy)), winograd=False)
     results = [passes(kernels, x, weight, dy, winograd) for winograd in (True, False)]
-    return [tuple(np.abs(got[i] - wanted).max() / np.abs(wanted).max() for got in results) for i, wanted in enumerate(exact)]
+    return [
+        tuple(np.abs(got[i] - wanted).max() / np.abs(wanted).max() for got in results) for i, wanted in enumerate(exact)
+    ]
 
 
 def main():
@@ -61,12 +64,12 @@ def main():
     parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--rows", type=int, default=14)
     args = parser.parse_args()
-    print(f"Largest error / largest output, Winograd | direct float32 ({kernels.TARGET}, {args.images} images)\n")
+    print(f"Largest error / largest output, Winograd / direct float32 ({kernels.TARGET}, {args.images} images)\n")
     print("| layer | forward | input gradient | weight gradient |")
     print("|---|---|---|---|")
     for name in LAYERS:
-        y, dx, dweight = (f"{winograd:.1e} | {direct:.1e}".replace(" | ", " / ") for winograd, direct in errors(name, args.images, args.rows))
-        print(f"| {name} | {y} | {dx} | {dweight} |", flush=True)
+        cells = [f"{winograd:.1e} / {direct:.1e}" for winograd, direct in errors(name, args.images, args.rows)]
+        print("|", " | ".join([name, *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":
