@@ -241,7 +241,8 @@ def _weight_grad_cycles(
 # --- Winograd convolution -----------------------------------------------------------------------------------------
 
 POINTS = 64  # of a tile of 6x6 outputs; smaller tiles use some of them
-LEAST_TILES, MOST_TILES = 48, 256  # in flight: filters are read once per batch, so few tiles mean many bytes
+CACHED_TILES = 48  # in flight while the transformed filters stay in L3
+LEAST_TILES, MOST_TILES = 64, 112  # otherwise: filters are read once per batch, so few tiles mean many bytes
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
 TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
 FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
@@ -281,34 +282,31 @@ def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
     return shape.N * rows * columns, shape.N * row_points * column_points
 
 
+def _winograd_blocking(shape: ConvShape, machine: Machine) -> tuple[WinogradBlocking, bool]:
+    """Blocking without private batches, and whether the transformed filters stay in L3 (constants measured)."""
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
+    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
+    shared = machine.l3 or 8 * machine.l2
+    cached = 8 * FLOAT * winograd_filter_size(shape, machine) <= shared
+    room = shared // (FLOAT * POINTS * machine.width * (in_blocks + out_blocks))
+    tiles = CACHED_TILES if cached else min(max(room, LEAST_TILES), MOST_TILES)
+    return WinogradBlocking(tiles, out_blocks, c_blocks, False), cached
+
+
 def winograd_forward(shape: ConvShape, machine: Machine, threads: int = 1) -> WinogradBlocking:
     """Blocking of the forward pass, and of the input gradient for its `winograd_input_grad_shape`.
 
-    Private batches where the transformed inputs and products of enough tiles stay in a thread's L2, or nearly so;
-    otherwise batches that all threads share, as large as half of the L3 holds.
+    Threads share their batches where filters come from memory, so that these are read once for all threads. Where the
+    filters are cached, each thread has its own, so that the transformed data do not move between cores.
     """
-    tiles, _ = winograd_tiles(shape)
-    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
-    tile_bytes = FLOAT * POINTS * machine.width * (in_blocks + out_blocks)
-    c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
-    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
-    private = LEAST_TILES * tile_bytes <= 3 * machine.l2 and tiles >= 4 * threads * LEAST_TILES
-    room = (3 * machine.l2 if private else (machine.l3 or 8 * machine.l2) // 2) // tile_bytes
-    return WinogradBlocking(min(max(room, LEAST_TILES), MOST_TILES), out_blocks, c_blocks, private)
+    blocking, cached = _winograd_blocking(shape, machine)
+    return blocking._replace(private=cached and winograd_tiles(shape)[0] >= 4 * threads * blocking.tiles)
 
 
 def winograd_weight_grad(shape: ConvShape, machine: Machine) -> WinogradBlocking:
-    """Blocking of the weight gradient: as many tiles as move the fewest cache lines. Never looks at threads."""
-    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
-    tile_bytes = FLOAT * POINTS * machine.width * (in_blocks + out_blocks)
-    sums = FLOAT * POINTS * machine.width**2 * in_blocks * out_blocks
-
-    def bytes_of_a_tile(tiles):
-        spilled = (tiles * tile_bytes > machine.l2) + 2 * (2 * tiles * tile_bytes > (machine.l3 or 8 * machine.l2))
-        return 2 * sums / tiles + 2 * tile_bytes * spilled
-
-    tiles = min((LEAST_TILES, 64, 96, 128, 192, MOST_TILES), key=bytes_of_a_tile)
-    return WinogradBlocking(tiles, out_blocks, in_blocks, False)
+    """Blocking of the weight gradient. It never looks at threads: the number of tiles sets the order of the sums."""
+    return _winograd_blocking(shape, machine)[0]
 
 
 def winograd_scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking, threads: int = 1) -> int:
