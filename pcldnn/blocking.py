@@ -1,10 +1,11 @@
 """The balance-equation solver: how the loops of a layer are cut, from its shape and the machine's caches.
 
-Two things are solved here, both by trying every candidate, as Das et al. 2016 do:
+Three things are solved here, by trying every candidate, as Das et al. 2016 do:
 
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
   cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
   bytes that pass between L2 and L1.
+- `winograd_forward`, `winograd_weight_grad` do the same for Winograd convolution; `winograd_pays` compares the two.
 - `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
   within a cache budget.
 
@@ -235,6 +236,113 @@ def _weight_grad_cycles(
         inputs, outputs = lanes * shape.H * shape.W, vectors * machine.width * shape.P * shape.Q
         cycles += PACK * images * (inputs / pairs + outputs / in_blocks)
     return cycles
+
+
+# --- Winograd convolution -----------------------------------------------------------------------------------------
+
+POINTS = 64  # of a tile of 6x6 outputs; smaller tiles use some of them
+CACHED_TILES = 48  # in flight while the transformed filters stay in L3
+LEAST_TILES, MOST_TILES = 64, 112  # otherwise: filters are read once per batch, so few tiles mean many bytes
+PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
+TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
+FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
+
+
+class WinogradBlocking(NamedTuple):
+    """`blocking` of `winograd_forward` and its kin."""
+
+    tiles: int  # in flight; in the weight gradient it sets the order of the sums
+    k_blocks: int  # blocks of output channels whose products are held at a time
+    c_blocks: int  # blocks of summed channels per visit of the products
+    private: bool  # each thread has batches of its own
+
+
+def winograd_fits(shape: ConvShape, machine: Machine) -> bool:
+    """Whether the Winograd kernels can compute a convolution: 3x3, stride 1, channels in blocks of the SIMD width."""
+    blocked = shape.lanes in (None, machine.width)
+    return (shape.R, shape.S, *shape.stride) == (3, 3, 1, 1) and blocked and max(shape.padding) <= 2
+
+
+def winograd_input_grad_shape(shape: ConvShape) -> ConvShape:
+    """The convolution of dy that the input gradient is."""
+    padding = (2 - shape.padding[0], 2 - shape.padding[1])
+    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, 3, 3, (1, 1), padding, shape.lanes)
+
+
+def _cut_in_tiles(size: int) -> tuple[int, int]:
+    """(tiles, points) along a dimension of `size` outputs: tiles of 6, and one of 2 or 4 for what remains."""
+    full = (size + 1) // 6
+    rest = max(ceil((size - 6 * full) / 2) * 2, 0)
+    return full + (rest > 0), 8 * full + (rest + 2 if rest else 0)
+
+
+def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
+    """(tiles, products of a pair of channels) of all images."""
+    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P), _cut_in_tiles(shape.Q)
+    return shape.N * rows * columns, shape.N * row_points * column_points
+
+
+def _winograd_blocking(shape: ConvShape, machine: Machine) -> tuple[WinogradBlocking, bool]:
+    """Blocking without private batches, and whether the transformed filters stay in L3 (constants measured)."""
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
+    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
+    shared = machine.l3 or 8 * machine.l2
+    cached = 8 * FLOAT * winograd_filter_size(shape, machine) <= shared
+    room = shared // (FLOAT * POINTS * machine.width * (in_blocks + out_blocks))
+    tiles = CACHED_TILES if cached else min(max(room, LEAST_TILES), MOST_TILES)
+    return WinogradBlocking(tiles, out_blocks, c_blocks, False), cached
+
+
+def winograd_forward(shape: ConvShape, machine: Machine, threads: int = 1) -> WinogradBlocking:
+    """Blocking of the forward pass, and of the input gradient for its `winograd_input_grad_shape`.
+
+    Threads share their batches where filters come from memory, so that these are read once for all threads. Where the
+    filters are cached, each thread has its own, so that the transformed data do not move between cores.
+    """
+    blocking, cached = _winograd_blocking(shape, machine)
+    return blocking._replace(private=cached and winograd_tiles(shape)[0] >= 4 * threads * blocking.tiles)
+
+
+def winograd_weight_grad(shape: ConvShape, machine: Machine) -> WinogradBlocking:
+    """Blocking of the weight gradient. It never looks at threads: the number of tiles sets the order of the sums."""
+    return _winograd_blocking(shape, machine)[0]
+
+
+def winograd_scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking, threads: int = 1) -> int:
+    """Memory for a batch, or for one of each thread [float32]: at least `winograd_scratch_size` of the kernels."""
+
+    def odd_lines(size):
+        return (ceil(size / 16) | 1) * 16
+
+    tiles = min(blocking.tiles, winograd_tiles(shape)[0]) + 3  # each kind of tile is rounded by itself
+    rows = [ceil(shape.C / machine.width) * machine.width, blocking.k_blocks * machine.width]
+    batch = POINTS * sum(odd_lines(tiles * odd_lines(row)) for row in rows)
+    return batch * (threads if blocking.private else 1)
+
+
+def winograd_filter_size(shape: ConvShape, machine: Machine) -> int:
+    """Elements of the transformed filters."""
+    return POINTS * ceil(shape.C / machine.width) * ceil(shape.K / machine.width) * machine.width**2
+
+
+def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
+    """Whether a pass takes fewer modelled cycles by Winograd than directly.
+
+    `shape` is that of the pass: `winograd_input_grad_shape` for the input gradient. Products, transforms of tiles and
+    transforms of filters against multiply-adds of the direct kernel. The same on every rank: nothing is measured.
+    """
+    per_cycle = 1 if machine.target == "avx512" else 2
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    steps = in_blocks * machine.width * out_blocks / per_cycle  # cycles of a product of all channels
+    tiles, products = winograd_tiles(shape)
+    fill = _step_cycles(machine, min(machine.tile[1], max(tiles, 1))) * per_cycle / machine.tile[0]
+    fill /= min(machine.tile[1], max(tiles, 1))  # few tiles leave the register tile empty
+    winograd = steps * products * fill / PRODUCT_SHARE + TRANSFORM * products / POINTS * (in_blocks + out_blocks)
+    winograd += FLOAT * winograd_filter_size(shape, machine) / FILTER_BYTES
+    rows = sum(len(taps) for taps in _taps(shape.P, 3, 1, shape.padding[0], shape.H))
+    columns = sum(len(taps) for taps in _taps(shape.Q, 3, 1, shape.padding[1], shape.W))
+    return winograd < steps * shape.N * rows * columns / DIRECT_SHARE
 
 
 # --- the paper's question -----------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class Network:
     loss : CrossEntropyLoss
     seed : int
         Keys the starting values of the weights and dropout; 0 <= seed < 2**32.
+    algorithm : "auto", "direct" or "winograd", optional
+        Of convolutions, where a plan is not asked for another one: see `plan.plan`.
 
     Raises
     ------
@@ -45,11 +47,13 @@ class Network:
         When a layer cannot take its input: names the layer and the numbers.
     """
 
-    def __init__(self, layers, input_shape, loss: CrossEntropyLoss | None = None, seed: int = 0):
+    def __init__(self, layers, input_shape, loss: CrossEntropyLoss | None = None, seed: int = 0,
+                 algorithm: str | None = None):  # fmt: skip
         self.layers = name_layers(layers)
         self.input_shape = tuple(input_shape)
         self.loss = loss or CrossEntropyLoss()
         self.seed = _check_seed(seed)
+        self.algorithm = algorithm
         self.communicator = None
         self.prepared: Plan | None = None  # the plan that runs
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
@@ -83,7 +87,7 @@ class Network:
 
     def plan(self, minibatch: int, ranks: int = 1, **options) -> Plan:
         """What a run would do and need; see `plan.plan`. Allocates nothing."""
-        return plan(self.layers, self.input_shape, minibatch, ranks, **options)
+        return plan(self.layers, self.input_shape, minibatch, ranks, **{"algorithm": self.algorithm, **options})
 
     # --- weights ---
 

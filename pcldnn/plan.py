@@ -173,7 +173,7 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
-         threads: int = 1, training: bool = True, machine: Machine | None = None) -> Plan:  # fmt: skip
+         threads: int = 1, training: bool = True, machine: Machine | None = None, algorithm: str | None = None) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
@@ -189,6 +189,9 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         False: forward passes only, and activations are not kept.
     machine : Machine, optional
         Its SIMD width and caches; by default this one.
+    algorithm : "auto", "direct" or "winograd", optional
+        Of convolutions. By default what the environment variable PCLDNN_CONV says, else "auto": each pass of each
+        layer is computed the way that the model of `blocking.py` finds faster. "winograd" means: wherever it can be.
 
     Raises
     ------
@@ -210,7 +213,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         fused = following if following is not None and layer.absorbs(following) else None
         planned.append(layer.plan(
             layout, images, machine, threads, index=index, name=name, fused=fused, partition=Partition(data=ranks),
-            training=training, input_grad=any(before.parameters for before in planned),
+            algorithm=algorithm, training=training, input_grad=any(before.parameters for before in planned),
         ))  # fmt: skip
         layout = planned[-1].output
         index += 2 if fused else 1
@@ -349,23 +352,23 @@ def format_bytes(count: float) -> str:
 
 def _table(plan: Plan) -> str:
     own = {buffer.roles[0]: buffer for buffer in plan.buffers}
-    rows = [("layer", "kind", "output", "parameters", "Mflop/image", "output memory")]
-    rows.append(("input", "", _shape(plan.input), "", "", format_bytes(plan.input.array_bytes(plan.images))))
+    rows = [("layer", "kind", "output", "algorithm", "parameters", "Mflop/image", "output memory")]
+    rows.append(("input", "", _shape(plan.input), "", "", "", format_bytes(plan.input.array_bytes(plan.images))))
     for layer in plan.layers:
         buffer = own.get((layer.name, "output"))
         flop = layer.forward.flop / plan.images
         rows.append((
-            layer.name, str(layer), _shape(layer.output),
+            layer.name, str(layer), _shape(layer.output), _algorithms(layer),
             f"{layer.parameter_count:,}" if layer.parameters else "",
             f"{flop / 1e6:,.2f}" if flop else "",
             format_bytes(FLOAT * buffer.size) if buffer else "in place",
         ))  # fmt: skip
-    rows.append(("total", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
+    rows.append(("total", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:3], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:])]
+        left = [cell.ljust(width) for cell, width in zip(row[:4], widths)]
+        right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:])]
         lines.append("  ".join(left + right).rstrip())
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
@@ -383,6 +386,14 @@ def _table(plan: Plan) -> str:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
     lines.append(f"memory of a rank: {format_bytes(sum(memory.values()))} ({parts})")
     return "\n".join(lines)
+
+
+def _algorithms(layer: LayerPlan) -> str:
+    """"winograd", or where passes differ all of them in the order forward/weight_grad/input_grad."""
+    made = [getattr(layer, name).algorithm for name in PASSES if getattr(layer, name)]
+    if not layer.forward.flop:
+        return ""
+    return made[0] if len(set(made)) == 1 else "/".join(made)
 
 
 def _shape(layout: Layout) -> str:

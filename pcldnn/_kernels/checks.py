@@ -11,6 +11,7 @@ blocks.
 """
 
 MAX_INT32 = 2**31 - 1
+WINOGRAD_POINTS = 64  # of a tile of 6x6 outputs: the first extent of transformed filters
 
 
 def shape(name, got, wanted):
@@ -189,3 +190,38 @@ def blocked(plain, blocks, num_threads, names):
         wanted = f"the least number that holds {c} channels"
         raise ValueError(f"{names[1]} has {cb} blocks of {b} channels, wanted {wanted}")
     threads(num_threads)
+
+
+def _winograd(names, x, weight, y, padding, num_threads):
+    if weight[2:4] != (3, 3):
+        raise ValueError(f"{names[1]} has filters {weight[2]}x{weight[3]}, wanted 3x3")
+    _conv2d(names, x, weight, y, (1, 1), padding)
+    threads(num_threads)
+
+
+def winograd_transform_filter(weight, u, input_grad, num_threads):
+    kb, cb, r, s, bc, b = weight
+    if (r, s) != (3, 3):
+        raise ValueError(f"weight has filters {r}x{s}, wanted 3x3")
+    if bc != b:
+        raise ValueError(f"weight has blocks of {bc} input channels, wanted {b}: they must be padded")
+    shape("u", u, (WINOGRAD_POINTS, cb, kb * b, b) if input_grad else (WINOGRAD_POINTS, kb, cb * b, b))
+    threads(num_threads)
+
+
+def winograd_forward(x, u, bias, y, padding, num_threads):
+    cb, b = x[1], x[4]
+    _winograd(("x", "weight", "y"), x, (y[1], cb, 3, 3, b, b), y, padding, num_threads)
+    shape("u", u, (WINOGRAD_POINTS, y[1], cb * b, b))
+    if bias is not None:
+        shape("bias", bias, (y[1] * b,))
+
+
+def winograd_input_grad(dy, u, dx, padding, num_threads):
+    kb, b = dy[1], dy[4]
+    _winograd(("dx", "weight", "dy"), dx, (kb, dx[1], 3, 3, b, b), dy, padding, num_threads)
+    shape("u", u, (WINOGRAD_POINTS, dx[1], kb * b, b))
+
+
+def winograd_weight_grad(x, dy, dweight, padding, num_threads):
+    _winograd(("x", "dweight", "dy"), x, tuple(dweight), dy, padding, num_threads)

@@ -31,6 +31,13 @@ from pcldnn._kernels.reference_pool import (  # noqa: F401
     max_pool2d_forward,
     max_pool2d_input_grad,
 )
+from pcldnn._kernels.reference_winograd import (  # noqa: F401
+    winograd_forward,
+    winograd_input_grad,
+    winograd_scratch_size,
+    winograd_transform_filter,
+    winograd_weight_grad,
+)
 
 SIMD_WIDTH = 8
 TARGET = "reference"

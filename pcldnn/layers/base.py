@@ -59,6 +59,7 @@ class LayerPlan:
     parameters: tuple[Parameter, ...] = ()
     fused: Layer | None = None  # the activation that this layer's kernel applies as well
     partition: Partition = ONE_RANK
+    algorithm: str | None = None  # that the user asks for; None leaves the choice to the model
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -221,6 +222,7 @@ class Layer:
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
         fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
+        algorithm: str | None = None,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input`."""
         block = machine.width
@@ -228,7 +230,7 @@ class Layer:
             output = self.output_layout(input, block)
         except ValueError as error:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
-        plan = LayerPlan(index, name, self, input, output, images, self.parameters(input, block), fused, partition)
+        plan = LayerPlan(index, name, self, input, output, images, self.parameters(input, block), fused, partition, algorithm)
         made = {
             "forward": True,
             "weight_grad": training and bool(plan.parameters),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
-from pcldnn.blocking import ConvShape, conv_forward, conv_input_grad, conv_weight_grad, gradient_shape, pack_size
+from pcldnn import blocking as solver
+from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, pair
 from pcldnn.layers.parameter import Bias, Parameter
@@ -86,52 +88,114 @@ class Conv2d(Layer):
             plan.images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
             self.stride, self.padding, plan.input.block,
         )  # fmt: skip
+        made = super().plan_pass(pass_name, plan, machine, threads)
+        if uses_winograd(pass_name, shape, machine, chosen_algorithm(plan.algorithm)):
+            return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, machine, threads))
         weight_size = plan.parameters[0].array_size
         if pass_name == "forward":
-            blocking = conv_forward(shape, machine)
-            scratch = pack_size(shape, machine) if blocking.across_images else 0
+            blocking = solver.conv_forward(shape, machine)
+            scratch = solver.pack_size(shape, machine) if blocking.across_images else 0
         elif pass_name == "input_grad":
-            blocking = conv_input_grad(shape, machine)
-            scratch = weight_size + (pack_size(gradient_shape(shape), machine) if blocking.across_images else 0)
+            blocking, scratch = solver.conv_input_grad(shape, machine), weight_size  # the transposed filters
+            if blocking.across_images:
+                scratch += solver.pack_size(solver.gradient_shape(shape), machine)
         else:
-            blocking = conv_weight_grad(shape, machine, threads)
+            blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
             if blocking.across_images:
                 scratch += plan.images * (plan.input.padded_features + plan.output.padded_features)
-        return replace(super().plan_pass(pass_name, plan, machine, threads), blocking=blocking, scratch=scratch)
+        return replace(made, blocking=blocking, scratch=scratch)
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
 
     def compute_forward(self, unit, x, y, step):
-        relu = unit.plan.fused is not None
-        kernels.conv2d_forward(
-            x, unit.value["weight"], unit.value.get("bias"), y, self.stride, self.padding, relu,
-            unit.plan.forward.blocking, unit.num_threads, unit.memory.scratch.get("forward"),
-        )  # fmt: skip
+        weight, bias, relu = unit.value["weight"], unit.value.get("bias"), unit.plan.fused is not None
+        made = unit.plan.forward
+        if made.algorithm == "winograd":
+            filters, scratch = transformed_filters(unit, "forward", weight.shape[0], weight.shape[1])
+            kernels.winograd_transform_filter(weight, filters, False, unit.num_threads)
+            kernels.winograd_forward(
+                x, filters, bias, y, self.padding, relu, scratch, made.blocking, unit.num_threads
+            )  # fmt: skip
+        else:
+            kernels.conv2d_forward(
+                x, weight, bias, y, self.stride, self.padding, relu, made.blocking, unit.num_threads,
+                unit.memory.scratch.get("forward"),
+            )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
         if unit.plan.fused:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
-        kernels.conv2d_weight_grad(
-            unit.x, dy, unit.grad["weight"], self.stride, self.padding, unit.memory.scratch.get("weight_grad"),
-            unit.plan.weight_grad.blocking, unit.num_threads,
-        )  # fmt: skip
+        made, scratch = unit.plan.weight_grad, unit.memory.scratch.get("weight_grad")
+        if made.algorithm == "winograd":
+            kernels.winograd_weight_grad(
+                unit.x, dy, unit.grad["weight"], self.padding, scratch, made.blocking, unit.num_threads
+            )  # fmt: skip
+        else:
+            kernels.conv2d_weight_grad(
+                unit.x, dy, unit.grad["weight"], self.stride, self.padding, scratch, made.blocking, unit.num_threads
+            )  # fmt: skip
         if self.bias:
             kernels.bias_grad(by_channel_block(dy), unit.grad["bias"], unit.num_threads)
 
     def compute_input_grad(self, unit, dy, dx):
-        weight = unit.value["weight"]
+        weight, made = unit.value["weight"], unit.plan.input_grad
         out_blocks, in_blocks, rows, columns, lanes, block = weight.shape
+        if made.algorithm == "winograd":
+            filters, scratch = transformed_filters(unit, "input_grad", in_blocks, out_blocks)
+            kernels.winograd_transform_filter(weight, filters, True, unit.num_threads)
+            kernels.winograd_input_grad(dy, filters, dx, self.padding, scratch, made.blocking, unit.num_threads)
+            return
         scratch = unit.memory.scratch["input_grad"]
         weight_t = scratch[: weight.size].reshape(in_blocks, out_blocks, rows, columns, block, lanes)
         kernels.conv2d_transpose_filter(weight, weight_t, unit.num_threads)
         kernels.conv2d_input_grad(
-            dy, weight_t, dx, self.stride, self.padding, unit.plan.input_grad.blocking, unit.num_threads,
-            scratch[weight.size :],
+            dy, weight_t, dx, self.stride, self.padding, made.blocking, unit.num_threads, scratch[weight.size :],
         )  # fmt: skip
 
     def __str__(self) -> str:
         size = f"{self.kernel_size[0]}x{self.kernel_size[1]}"
         stride = "" if self.stride == (1, 1) else f" stride {self.stride[0]}x{self.stride[1]}"
         return f"Conv2d {size}{stride}"
+
+
+# --- direct or Winograd -----------------------------------------------------------------------------------------
+
+ALGORITHMS = ("auto", "direct", "winograd")
+
+
+def chosen_algorithm(asked: str | None) -> str:
+    """What was asked for, else what the environment variable PCLDNN_CONV says, else "auto"."""
+    name, source = (asked, "algorithm") if asked else (os.environ.get("PCLDNN_CONV") or "auto", "PCLDNN_CONV")
+    if name not in ALGORITHMS:
+        raise ValueError(f"{source}: got {name!r}, wanted one of {', '.join(ALGORITHMS)}")
+    return name
+
+
+def uses_winograd(pass_name: str, shape: ConvShape, machine, algorithm: str) -> bool:
+    """Whether a pass is computed by Winograd: it can be, and the user or the model says so."""
+    if algorithm == "direct" or not solver.winograd_fits(shape, machine):
+        return False
+    if pass_name == "input_grad":
+        shape = solver.winograd_input_grad_shape(shape)
+    return algorithm == "winograd" or solver.winograd_pays(shape, machine)
+
+
+def plan_winograd(pass_name: str, shape: ConvShape, machine, threads: int) -> dict:
+    """Blocking and scratch of a pass: batches of tiles, behind the transformed filters (or their gradient)."""
+    if pass_name == "input_grad":
+        shape = solver.winograd_input_grad_shape(shape)
+    if pass_name == "weight_grad":
+        blocking = solver.winograd_weight_grad(shape, machine)
+    else:
+        blocking = solver.winograd_forward(shape, machine, threads)
+    scratch = solver.winograd_filter_size(shape, machine)
+    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(shape, machine, blocking, threads)}
+
+
+def transformed_filters(unit, pass_name: str, out_blocks: int, in_blocks: int):
+    """The scratch of a pass in two: transformed filters, and the rest."""
+    block, scratch = unit.value["weight"].shape[-1], unit.memory.scratch[pass_name]
+    size = solver.POINTS * out_blocks * in_blocks * block * block
+    return scratch[:size].reshape(solver.POINTS, out_blocks, in_blocks * block, block), scratch[size:]
