@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit, draw_parameters, glorot_std
+from pcldnn.layers.base import LayerPlan, Memory, StepContext, Unit, draw_parameters, glorot_std
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
-from pcldnn.partition import bounds
+from pcldnn.partition import bounds, shares
 from pcldnn.plan import Plan, name_layers, plan
+from pcldnn.units import Placement
+from pcldnn.weights import Weights
 
 INFERENCE_IMAGES = 32  # in one piece, when a network is used without `prepare`
 
@@ -47,10 +50,10 @@ class Network:
         self.input_shape = tuple(input_shape)
         self.loss = loss or CrossEntropyLoss()
         self.seed = _check_seed(seed)
-        self.communicator = None
+        self.communicator = SerialCommunicator()
         self.prepared: Plan | None = None  # the plan that runs
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
-        self._parameters: dict[str, np.ndarray] | None = None
+        self._weights = Weights([layer for layer in self._outline.layers if layer.parameters])
         self._units: list[Unit] = []
         self._step: StepContext | None = None  # of the forward pass that backward would belong to
 
@@ -85,10 +88,27 @@ class Network:
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for."""
-        if self._parameters is None:
+        """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for.
+
+        Of a layer that is split, this rank's part.
+        """
+        if not self._weights.flat:
             self.initialize(self.seed)
-        return self._parameters
+        return self._weights.flat
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold parts of some layer, by its Partition.
+
+        Then `forward`, `state_dict` and `gradients` are collective: every rank calls them. `join` ends it.
+        """
+        return self._weights.is_split
+
+    def join(self) -> None:
+        """Hold all weights on every rank again; collective. A split network must be prepared anew to train on."""
+        if self.is_split:
+            self._weights.place({})
+            self.prepared, self._units, self._step = None, [], None
 
     def initialize(self, seed: int) -> None:
         """Draw all weights: the same for every rank, SIMD width and number of ranks.
@@ -97,39 +117,39 @@ class Network:
         Glorot and Bengio 2010 otherwise (four times that before a sigmoid). Biases are zero.
         """
         self.seed = _check_seed(seed)
-        self._allocate_parameters()
-        for layer in self._learning():
+        for layer in self._weights.layers:
             values = draw_parameters(layer.parameters, self._weight_std(layer.index), seed, layer.index)
-            layer.to_flat(values, self._parameters[layer.name])
+            self._weights.store(values, layer)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights in logical order under PyTorch's names: "features.0.weight" is (K, C, R, S)."""
-        return self._to_logical(self.parameters)
+        return self._weights.logical(self.parameters)
 
     def load_state_dict(self, values: dict) -> None:
         """Set all weights from logical arrays, as `state_dict` gives them.
 
         Raises ValueError, before anything is changed, when one is missing, unknown or of the wrong shape or dtype.
         """
-        checked = self._check_logical(values)
-        self._allocate_parameters()
-        for layer in self._learning():
-            layer.to_flat(_of_layer(checked, layer), self._parameters[layer.name])
+        for layer, own in self._weights.by_layer(self._weights.check(values)):
+            self._weights.store(own, layer)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard."""
-        return self._to_logical({unit.name: unit.gradients for unit in self._units if unit.plan.weight_grad})
+        return self._weights.logical({unit.name: unit.gradients for unit in self._learning_units()})
 
-    def _learning(self) -> list[LayerPlan]:
-        return [layer for layer in self._outline.layers if layer.parameters]
+    def gather_shards(self, shards: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective."""
+        self._training_plan("gather_shards")
+        return self._weights.gather_shards(shards)
 
-    def _allocate_parameters(self) -> None:
-        if self._parameters is None:
-            self._parameters = {layer.name: aligned_zeros(layer.parameter_size) for layer in self._learning()}
+    def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
+        self._training_plan("cut_shards")
+        return self._weights.cut_shards(logical)
 
     def _weight_std(self, index: int):
         """The rule for the spread of a layer's weights: that of the activation between it and the next weights."""
-        learning = {layer.index for layer in self._learning()}
+        learning = {layer.index for layer in self._weights.layers}
         for following in range(index + 1, len(self.layers)):
             rule = self.layers[following][1].weight_std
             if following in learning:
@@ -138,24 +158,12 @@ class Network:
                 return rule
         return glorot_std
 
-    def _to_logical(self, flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {
-            f"{layer.name}.{name}": value
-            for layer in self._learning()
-            for name, value in layer.from_flat(flat[layer.name]).items()
-        }
-
-    def _check_logical(self, values: dict) -> dict[str, np.ndarray]:
-        shapes = {f"{layer.name}.{p.name}": p.shape for layer in self._learning() for p in layer.parameters}
-        missing = sorted(set(shapes) - set(values))
-        unknown = sorted(set(values) - set(shapes))
-        if missing or unknown:
-            raise ValueError(f"state: missing {missing or 'nothing'}, not in this network {unknown or 'nothing'}")
-        return {name: as_float32(values[name], name, shape) for name, shape in shapes.items()}
-
     # --- preparation ---
 
-    def prepare(self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True) -> Plan:
+    def prepare(
+        self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True, *,
+        partitions: dict | None = None, exact: bool | int = False,
+    ) -> Plan:  # fmt: skip
         """Plan a run and allocate everything it needs. Collective.
 
         Parameters
@@ -168,19 +176,24 @@ class Network:
             Default: the cores of this rank (`machine.threads_per_rank`).
         training : bool
             False: only `forward` will be used.
+        partitions, exact
+            As for `plan.plan`. With several ranks large fully connected layers may be split even if no partition is
+            given: see `is_split`.
 
         Raises
         ------
         DisagreementError
             On all ranks, when they built different networks or run different SIMD widths.
         """
-        ranks, sharing = (communicator.size, communicator.ranks_sharing_cores) if communicator else (1, 1)
-        threads, _ = threads_per_rank(sharing, threads)
-        new = self.plan(minibatch, ranks, threads=threads, training=training)
+        communicator = communicator or SerialCommunicator()
+        threads, _ = threads_per_rank(communicator.ranks_sharing_cores, threads)
+        options = {"partitions": partitions, "exact": exact}
+        new = self.plan(minibatch, communicator.size, threads=threads, training=training, **options)
         if training:
             self.loss.check(new.output)
-        if communicator:
-            communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
+        communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
+        placements = {layer.name: Placement(layer, communicator) for layer in new.layers if layer.parameters}
+        self._weights.place(placements)
         self.communicator = communicator
         self.prepared = new
         self._allocate(new)
@@ -203,19 +216,26 @@ class Network:
         self._output_grad = array("loss", "input_grad", new.output)
         self._losses = np.zeros(new.images)
         for layer in new.layers:
+            placement = self._weights.placements.get(layer.name)
             memory = Memory(
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
-                gradients=aligned_zeros(layer.parameter_size) if layer.weight_grad else None,
-                scratch={p: arrays[layer.name, f"{p} scratch"] for p in PASSES if (layer.name, f"{p} scratch") in arrays},
+                gradients=aligned_zeros(placement.part.parameter_size) if layer.weight_grad else None,
+                scratch={
+                    role.removesuffix(" scratch"): flat
+                    for (name, role), flat in arrays.items()
+                    if name == layer.name and role not in ("output", "input_grad")
+                },
             )
-            self._units.append(Unit(layer, memory, new.threads))
+            self._units.append(
+                placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
+            )
 
     # --- passes ---
 
     def forward(self, images) -> np.ndarray:
-        """Outputs for any number of images, without dropout; not collective.
+        """Outputs for any number of images, without dropout; collective only when the network `is_split`.
 
         Parameters
         ----------
@@ -230,9 +250,11 @@ class Network:
             self.prepare(INFERENCE_IMAGES, training=False)
         running, self._step = self.prepared, None
         outputs = np.empty((len(images), *running.output.logical_shape), np.float32)
-        for start in range(0, len(images), running.images):
+        counts = self.communicator.allgather_object(len(images)) if self.is_split else [len(images)]
+        for start in range(0, max(counts), running.images):
             part = slice(start, start + running.images)
-            outputs[part] = unblock(self._forward(images[part], StepContext()), running.output, running.threads)
+            step = StepContext(counts=tuple(min(max(count - start, 0), running.images) for count in counts))
+            outputs[part] = unblock(self._forward(images[part], step), running.output, running.threads)
         return outputs
 
     def forward_loss(
@@ -276,13 +298,39 @@ class Network:
                 f"images: got {count} in a step of global_count {total}, wanted at most {running.images} "
                 f"(prepared for a minibatch of {running.minibatch} on {running.ranks} ranks)"
             )
+        counts = self._image_counts(count, total)
         self._step = None
-        step = StepContext(True, self.seed, epoch, sample_ids)
+        pieces = shares(total, running.pieces) if running.pieces else ()
+        step = StepContext(True, self.seed, epoch, sample_ids, counts, pieces)
         logits = self._forward(images, step)
         losses, gradient = self._losses[:count], self._output_grad[:count]
         self.loss.compute(logits, labels, self.num_classes, 1 / total, losses, gradient, running.threads)
         self._step = step
-        return float(losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+        self.piece_losses = self._sum_losses(losses, step)
+        return float(self.piece_losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+
+    def _image_counts(self, count: int, total: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `total`. Where ranks work on each other's images, the rule must hold."""
+        running = self.prepared
+        counts = running.image_shares(total)
+        wanted = counts[self.communicator.rank]
+        if (self.is_split or running.pieces) and count != wanted:
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
+                f"{running.ranks}, wanted {wanted} (grid.image_shares: a layer is split, or sums are exact)"
+            )
+        return counts
+
+    def _sum_losses(self, losses: np.ndarray, step: StepContext) -> np.ndarray:
+        """Sums of this rank's losses, by pieces of the whole minibatch (one piece, if not in exact mode).
+
+        Other ranks' pieces are zero, so adding the arrays of all ranks is exact.
+        """
+        if not step.piece_counts:
+            return np.array([losses.sum()])
+        ends = np.cumsum([0, *step.piece_counts]) - bounds(step.counts, self.communicator.rank)[0]
+        inside = np.clip(ends, 0, len(losses))
+        return np.array([losses[start:stop].sum() for start, stop in zip(inside, inside[1:])])
 
     def backward(self) -> None:
         """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
@@ -303,11 +351,10 @@ class Network:
         is for the schedule of the learning rate.
         """
         running = self._training_plan("update")
-        for unit in self._units:
-            if unit.plan.weight_grad:
-                own = slice(*self._owned(unit.plan))
-                optimizer.update(unit.name, unit.parameters[own], unit.gradients[own], epoch, running.threads)
-                self._exchange("allgather", unit)
+        for unit in self._learning_units():
+            own = self._weights.placements[unit.name].own
+            optimizer.update(unit.name, unit.parameters[own], unit.gradients[own], epoch, running.threads)
+            self._exchange("allgather", unit)
 
     def _forward(self, images: np.ndarray, step: StepContext) -> np.ndarray:
         """Blocked output for logical images."""
@@ -324,43 +371,16 @@ class Network:
             error.add_note(f"in {pass_name} of layer {unit.name}, {unit.plan.layer!r}")
             raise
 
-    # --- several ranks ---
-
-    def _owned(self, layer: LayerPlan) -> tuple[int, int]:
-        """Start and stop of this rank's shard of a layer's flat array."""
-        return bounds(self.prepared.shards(layer), self.communicator.rank if self.communicator else 0)
-
     def _exchange(self, kind: str, unit: Unit) -> None:
         """Send the message of this kind that the plan has for a layer, if any."""
-        if self.prepared.ranks > 1:
-            sizes = self.prepared.shards(unit.plan)
-            if kind == "reduce_scatter":
-                self.communicator.reduce_scatter(unit.gradients, sizes)
-            else:
-                self.communicator.allgather(unit.parameters, sizes)
+        placement = self._weights.placements[unit.name]
+        if kind == "reduce_scatter":
+            placement.reduce(unit)
+        else:
+            placement.broadcast(unit)
 
-    def gather_shards(self, shards: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective."""
-        self._training_plan("gather_shards")
-        logical = {}
-        for layer in self._learning():
-            flat = aligned_zeros(layer.parameter_size)
-            flat[slice(*self._owned(layer))] = shards[layer.name]
-            if self.prepared.ranks > 1:
-                self.communicator.allgather(flat, self.prepared.shards(layer))
-            logical |= {f"{layer.name}.{name}": value for name, value in layer.from_flat(flat).items()}
-        return logical
-
-    def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
-        self._training_plan("cut_shards")
-        checked = self._check_logical(logical)
-        shards = {}
-        for layer in self._learning():
-            flat = aligned_zeros(layer.parameter_size)
-            layer.to_flat(_of_layer(checked, layer), flat)
-            shards[layer.name] = flat[slice(*self._owned(layer))].copy()
-        return shards
+    def _learning_units(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.plan.weight_grad]
 
     # --- checks ---
 
@@ -368,20 +388,20 @@ class Network:
         """Name of the first layer with a NaN or an infinity in its weights or outputs, else in its gradients.
 
         For use after a loss that is not finite, before `update`: the step's forward pass is run again from its kept
-        input ("input" is the answer when that is at fault). None when all is finite. Not collective.
+        input ("input" is the answer when that is at fault). None when all is finite. Collective only when the network
+        `is_split`.
         """
         step = self._started("find_nonfinite")
         x = self._input[: len(step.sample_ids)]
-        if not _finite(x):
-            return "input"
+        found = [] if _finite(x) else ["input"]
         for unit in self._units:
-            if unit.plan.parameters and not _finite(unit.parameters):
-                return unit.name
+            if found and not self.is_split:
+                break
             x = self._run(unit, "forward", x, step)
-            if not _finite(x):
-                return unit.name
-        with_gradients = [unit for unit in reversed(self._units) if unit.plan.weight_grad]
-        return next((unit.name for unit in with_gradients if not _finite(unit.gradients)), None)
+            if not _finite(x) or (unit.plan.parameters and not _finite(unit.parameters)):
+                found.append(unit.name)
+        found += [unit.name for unit in reversed(self._learning_units()) if not _finite(unit.gradients)]
+        return found[0] if found else None
 
     def _check_images(self, images) -> np.ndarray:
         images = np.asarray(images)
@@ -398,11 +418,6 @@ class Network:
         if self._step is None:
             raise ValueError(f"Network.{caller}: call forward_loss first")
         return self._step
-
-
-def _of_layer(values: dict[str, np.ndarray], layer: LayerPlan) -> dict[str, np.ndarray]:
-    """The parameters of one layer, under their own names."""
-    return {parameter.name: values[f"{layer.name}.{parameter.name}"] for parameter in layer.parameters}
 
 
 def _check_seed(seed: int) -> int:

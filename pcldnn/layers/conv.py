@@ -82,7 +82,7 @@ class Conv2d(Layer):
 
     def plan_pass(self, pass_name, plan, machine, threads):
         shape = ConvShape(
-            plan.images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
+            plan.call_images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
             self.stride, self.padding, plan.input.block,
         )  # fmt: skip
         weight_size = plan.parameters[0].array_size
