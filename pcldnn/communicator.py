@@ -19,17 +19,15 @@ import hashlib
 import os
 import pickle
 import socket
-import threading
 
 import numpy as np
 
 from . import launcher
-from .faults import AbortOnError, CollectiveError, DisagreementError, wait  # noqa: F401
+from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
 
 # 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
 # int.
 MAX_COUNT = 2**28
-_FAULT_TAG = 911
 _EXCHANGE_TAG = 7
 
 
@@ -314,7 +312,7 @@ class Communicator(SerialCommunicator):
         self._MPI = MPI
         self._comm = comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)  # errors become exceptions
-        self._channel = _Channel(MPI, comm.Dup()) if MPI.COMM_WORLD.size > 1 else None
+        self._channel = Channel(MPI, comm.Dup()) if MPI.COMM_WORLD.size > 1 else None
         self._parts = []
         self.max_count = max_count
         self.rank = comm.rank
@@ -467,58 +465,6 @@ class Communicator(SerialCommunicator):
 
     def _wait(self, request):
         wait(request.Test)
-
-
-class _Channel:
-    """The way by which ranks hear of each other's failures; what `faults.AbortOnError` needs of MPI."""
-
-    def __init__(self, MPI, comm):
-        self._MPI = MPI
-        self._sent = []
-        self._senders = set()
-        self.comm = comm
-        self.rank = comm.rank
-        self.size = comm.size
-        world = MPI.COMM_WORLD
-        self._name = f"rank {self.rank} of {self.size}"
-        if self.size != world.size or self.rank != world.rank:
-            self._name += f" (rank {world.rank} of {world.size} in MPI.COMM_WORLD)"
-        self._name += f" on {socket.gethostname()}"
-
-    def describe(self):
-        return self._name
-
-    def usable(self):
-        """May this thread send messages now?"""
-        MPI = self._MPI
-        if MPI.Is_finalized() or self.comm == MPI.COMM_NULL:
-            return False
-        if threading.current_thread() is threading.main_thread():
-            return True
-        return MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-    def tell_all(self):
-        token = np.zeros(1, np.uint8)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._sent = [(self.comm.Isend(token, other, _FAULT_TAG), token) for other in others]
-
-    def heard(self):
-        """The ranks that have said that they failed."""
-        status = self._MPI.Status()
-        while self.comm.Iprobe(self._MPI.ANY_SOURCE, _FAULT_TAG, status):
-            self.comm.Recv(np.empty(1, np.uint8), status.source, _FAULT_TAG)
-            self._senders.add(status.source)
-        return self._senders
-
-    def start_leave(self, token):
-        """Start telling all ranks that this one leaves; returns a test for completion and all tokens."""
-        tokens = np.zeros(self.size, np.int64)
-        tokens[self.rank] = token
-        request = self.comm.Iallgather(self._MPI.IN_PLACE, tokens)
-        return request.Test, tokens
-
-    def abort(self, code):
-        self._MPI.COMM_WORLD.Abort(code)
 
 
 def segments(shares, limit):

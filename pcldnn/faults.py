@@ -1,8 +1,7 @@
 """How an error on one rank ends the whole job: never a hang, one traceback, a non-zero exit code.
 
 The paper's synchronous SGD waits for everybody in every step, so a rank that stops alone leaves all others
-waiting for ever.  `AbortOnError` is the policy; what it needs of MPI comes in through a small channel
-object (`communicator._Channel`), so this file imports no MPI and the policy can be read on its own:
+waiting for ever.  `AbortOnError` is the policy, `Channel` all that it needs of MPI:
 
 1. A rank that fails asks whether another one has failed before it.  If so it stays silent and waits to be
    ended.
@@ -14,19 +13,24 @@ object (`communicator._Channel`), so this file imports no MPI and the policy can
 5. Whatever goes wrong meanwhile, `DEADLINE` seconds after the failure the process is gone.
 """
 
+import contextlib
 import faulthandler
 import hashlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 
+import numpy as np
+
 ELECTION = 0.3  # [s] long against the latency of a message, short for a human
 EXIT_GRACE = 3.0  # [s] how long a rank that called sys.exit waits for the others to do the same
 SILENCE = 6.0  # [s] how long a silent rank waits to be ended by the one that speaks
 DEADLINE = 15.0  # [s] after a failure, until the process is ended by force
+_FAULT_TAG = 911
 _FORWARDING = 0.1  # [s] for the launcher to forward the traceback before the abort makes it close the pipes
 
 _failing = threading.Lock()  # held for good by the first thread of this process that fails
@@ -88,6 +92,66 @@ def wait(test, timeout=None):
     return True
 
 
+class Channel:
+    """The way by which ranks hear of each other's failures; all that `AbortOnError` needs of MPI.
+
+    Parameters
+    ----------
+    MPI : module
+        mpi4py's, handed in so that this file need not import it.
+    comm : mpi4py.MPI.Intracomm
+        For this use alone; `comm.Free` is the caller's business.
+    """
+
+    def __init__(self, MPI, comm):
+        self._MPI = MPI
+        self._sent = []
+        self._senders = set()
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        world = MPI.COMM_WORLD
+        self._name = f"rank {self.rank} of {self.size}"
+        if self.size != world.size or self.rank != world.rank:
+            self._name += f" (rank {world.rank} of {world.size} in MPI.COMM_WORLD)"
+        self._name += f" on {socket.gethostname()}"
+
+    def describe(self):
+        return self._name
+
+    def usable(self):
+        """May this thread send messages now?"""
+        MPI = self._MPI
+        if MPI.Is_finalized() or self.comm == MPI.COMM_NULL:
+            return False
+        if threading.current_thread() is threading.main_thread():
+            return True
+        return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def tell_all(self):
+        token = np.zeros(1, np.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._sent = [(self.comm.Isend(token, other, _FAULT_TAG), token) for other in others]
+
+    def heard(self):
+        """The ranks that have said that they failed."""
+        status = self._MPI.Status()
+        while self.comm.Iprobe(self._MPI.ANY_SOURCE, _FAULT_TAG, status):
+            self.comm.Recv(np.empty(1, np.uint8), status.source, _FAULT_TAG)
+            self._senders.add(status.source)
+        return self._senders
+
+    def start_leave(self, token):
+        """Start telling all ranks that this one leaves; returns a test for completion and all tokens."""
+        tokens = np.zeros(self.size, np.int64)
+        tokens[self.rank] = token
+        request = self.comm.Iallgather(self._MPI.IN_PLACE, tokens)
+        return request.Test, tokens
+
+    def abort(self, code):
+        self._MPI.COMM_WORLD.Abort(code)
+
+
 class AbortOnError:
     """Context manager of `Communicator.abort_on_error`; see the module's head for the rules.
 
@@ -130,14 +194,14 @@ class AbortOnError:
                 return
             if isinstance(error, SystemExit) and self._all_leave(error, EXIT_GRACE):
                 return
-        except KeyboardInterrupt as interrupt:  # Ctrl-C while waiting
+        except BaseException as interrupt:  # noqa: BLE001  Ctrl-C, or a signal handler's sys.exit
             error = error or interrupt
         self._fail(error, None)
 
     def _all_leave(self, error, timeout):
         """Wait until every rank leaves the block; of equal exit messages let one be printed."""
         if not self._channel.usable():
-            return False if error is not None else None
+            return False
         test, tokens = self._channel.start_leave(_exit_token(error))
         if not wait(test, timeout):
             return False
@@ -152,13 +216,13 @@ class AbortOnError:
 
     def _thread_failed_alone(self, args):
         """A thread failed in a job of one process: stop the main thread, which raises at the block's end."""
+        if self._thread_error is not None:  # the main thread is on its way already
+            return
         error, name = _error_of(args), getattr(args.thread, "name", "unknown")
         self._thread_error = (name, error)
-        faulthandler.dump_traceback_later(DEADLINE, exit=True)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             if wait(lambda: threading.excepthook != self._hook, SILENCE):
-                faulthandler.cancel_dump_traceback_later()
                 return
         _print_report(f"thread {name!r} failed", error)
         os._exit(exit_code(error))
@@ -168,7 +232,7 @@ class AbortOnError:
         if not _failing.acquire(blocking=False):  # another thread of this process is at it already
             time.sleep(DEADLINE)
             os._exit(1)
-        faulthandler.dump_traceback_later(DEADLINE, exit=True)
+        _end_at_deadline()
         try:
             if not self._speaks(error):
                 time.sleep(SILENCE)  # the speaker ends the job meanwhile
@@ -199,7 +263,7 @@ def exit_code(error):
 
 
 def _error_of(args):
-    return args.exc_value if args.exc_value is not None else args.exc_type()
+    return args.exc_value if args.exc_value is not None else RuntimeError(args.exc_type.__name__)
 
 
 def _exit_token(error):
@@ -218,11 +282,24 @@ def _circumstance(error, thread, size):
     return f"{text} failed; the job ends"
 
 
+def _end_at_deadline():
+    """Have the process ended after DEADLINE, also when a thread keeps Python's lock meanwhile."""
+    try:
+        faulthandler.dump_traceback_later(DEADLINE, exit=True, file=sys.__stderr__)
+    except (AttributeError, OSError, RuntimeError, ValueError):  # stderr without descriptor: a notebook
+        timer = threading.Timer(DEADLINE, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+
 def _print_report(headline, error):
     trace = "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    sys.stderr.write(f"pcldnn: {headline}\n{trace}")  # one write, so that ranks do not mix within it
-    sys.stderr.flush()
+    unusable = (AttributeError, OSError, ValueError)  # None, broken or closed: the job must end all the same
+    with contextlib.suppress(*unusable):
+        sys.stdout.flush()
+    with contextlib.suppress(*unusable):
+        sys.stderr.write(f"pcldnn: {headline}\n{trace}")  # one write, so that ranks do not mix within it
+        sys.stderr.flush()
 
 
 def _short(text, limit=500):

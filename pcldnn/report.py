@@ -66,6 +66,8 @@ class Report:
 
     def evaluation(self, record):
         self._write(record)
+        if not self.printing:
+            return
         self.say(f"epoch {record['epoch']}/{self.epochs}  validation: top-1 {100 * record['top1']:.2f} %  "
                  f"top-5 {100 * record['top5']:.2f} %  of {record['count']:,} samples")
 

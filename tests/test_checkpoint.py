@@ -275,3 +275,40 @@ def test_reader_reads_one_tensor(tmp_path):
         np.testing.assert_array_equal(reader.read("labels"), np.arange(5))
         with pytest.raises(CheckpointError, match="nothing"):
             reader.read("nothing")
+
+
+def torch_vgg11(torch, classes, side):
+    """torchvision's vgg11 without torchvision: the same modules, names and order (side 224: the same shapes)."""
+    nn, layers, channels = torch.nn, [], 3
+    for width in (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"):
+        if width == "M":
+            layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
+        else:
+            layers += [nn.Conv2d(channels, width, kernel_size=3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+    features = 512 * (side // 32)**2
+    classifier = [nn.Linear(features, 4096), nn.ReLU(True), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(True),
+                  nn.Dropout(), nn.Linear(4096, classes)]
+    return nn.ModuleDict({"features": nn.Sequential(*layers), "classifier": nn.Sequential(*classifier)}).eval()
+
+
+@pytest.mark.parametrize("side, classes", [(96, 7)])
+def test_state_dict_of_torchvision_gives_the_logits_of_torch(tmp_path, side, classes):
+    """A30 for the file format: 3x3 maps before the classifier, so its columns must come in PyTorch's order."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    from pcldnn import models
+    torch.manual_seed(0)
+    net = torch_vgg11(torch, classes, side)
+    save_file(net.state_dict(), tmp_path / "vgg11.safetensors")
+    tensors, metadata = load(tmp_path / "vgg11.safetensors")
+    assert metadata == {}
+    network = models.vgg_a(classes, (3, side, side))
+    network.load_state_dict(tensors)
+    images = np.random.default_rng(0).standard_normal((3, 3, side, side), dtype=np.float32)
+    with torch.no_grad():
+        maps = net["features"](torch.from_numpy(images))
+        wanted = net["classifier"](torch.flatten(maps, 1)).numpy()
+    np.testing.assert_allclose(network.forward(images), wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
+    save(tmp_path / "back.safetensors", network.state_dict())
+    assert_same(load(tmp_path / "back.safetensors")[0], {name: t.numpy() for name, t in net.state_dict().items()})

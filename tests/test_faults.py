@@ -1,6 +1,7 @@
 """A rank that fails in whichever way ends the job in seconds, with one traceback; a job that is done ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,17 +11,16 @@ from pathlib import Path
 import pytest
 
 PROGRAM = "tests/mpi/faults.py"
-# [s] How long a job may take to end, with the start of Python and MPI on a busy machine; hangs take the
-# timeout.
-SECONDS = 20
+SECONDS = 20  # [s] from the first failure to the end of the job: about 1, and more on a crowded machine
 SHORT_RUNS = int(os.environ.get("PCLDNN_SHORT_RUNS", "5"))  # .ci/run asks for 50
 
 
 def ends(run_mpi, kind, ranks, size=3, **env):
     """The job ends in time with a non-zero code, and nobody reaches its end."""
-    result = run_mpi(size, [PROGRAM, kind, ranks], timeout=60, env=env, check=False)
+    result = run_mpi(size, [PROGRAM, kind, ranks], timeout=90, env=env, check=False)
     assert result.returncode != 0, result.output
-    assert result.seconds < SECONDS, result.output
+    failure = min(map(float, re.findall(r"fails at (\S+)", result.stdout)))
+    assert time.monotonic() - failure < SECONDS, result.output
     assert "reached the end" not in result.stdout, result.output
     return result
 

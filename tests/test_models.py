@@ -84,16 +84,19 @@ def test_cd_dnn_trains():
 
 
 @pytest.mark.skipif(_kernels.TARGET == "reference", reason="half a minute with the NumPy twins")
-def test_vgg_a_trains():
-    """A few steps at 32x32 on one minibatch, from the starting values, plain SGD with momentum."""
+def test_vgg_a_starts_well():
+    """At 32x32: scores near zero, gradients in every layer, and the first steps of plain SGD do not blow up."""
     network = models.vgg_a(10, (1, 32, 32), dropout=0.0)
-    network.prepare(8)
-    random = np.random.default_rng(0)
-    images, labels = random.standard_normal((8, 1, 32, 32)).astype(np.float32), np.arange(8)
-    optimizer, losses = SGD(0.01, momentum=0.9), []
-    for _ in range(8):
-        losses.append(network.forward_loss(images, labels)[0] / 8)
+    network.prepare(4)
+    images = np.random.default_rng(0).standard_normal((4, 1, 32, 32)).astype(np.float32)
+    optimizer = SGD(0.01, momentum=0.9)
+    for i in range(3):
+        loss, logits = network.forward_loss(images, [0, 1, 2, 3])
+        assert loss / 4 < 1.2 * np.log(10)
+        assert np.abs(logits).max() < 1 or i > 0
         network.backward()
+        weights = network.state_dict()
+        for name, gradient in network.gradients().items():
+            if name.endswith("weight"):
+                assert 1e-5 < np.linalg.norm(gradient) / np.linalg.norm(weights[name]) < 30, name
         network.update(optimizer)
-    assert losses[0] < 2 * np.log(10)
-    assert losses[-1] < 0.3 * losses[0]

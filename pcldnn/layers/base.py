@@ -273,6 +273,7 @@ class Layer:
     saves = frozenset()  # which of "input" and "output" the backward passes read
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
     splittable = False  # ranks can share its outputs: it has `output_blocks`, `part` and `compute_input_grad_of`
+    spread = 1.0  # factor by which it raises the mean square of what it passes on
     weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
     def output_layout(self, input: Layout, block: int) -> Layout:

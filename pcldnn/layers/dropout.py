@@ -26,6 +26,10 @@ class Dropout(Layer):
         if not 0 <= self.p < 1:
             raise ValueError(f"Dropout p: got {self.p}, wanted 0 <= p < 1")
 
+    @property
+    def spread(self):
+        return 1 / (1 - self.p)
+
     def compute_forward(self, unit, x, y, step):
         if step.training:
             self._drop(unit, x, y)

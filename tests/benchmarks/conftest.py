@@ -29,7 +29,8 @@ def pytest_addoption(parser):
 
 def pytest_collect_file(file_path, parent):
     """bench_*.py, which no other run of pytest should find."""
-    if file_path.match("bench_*.py") and parent.config.getoption("benchmark_only", False):
+    named = parent.session.isinitpath(file_path)  # on the command line: pytest collects it anyway
+    if file_path.match("bench_*.py") and parent.config.getoption("benchmark_only", False) and not named:
         return pytest.Module.from_parent(parent, path=file_path)
     return None
 
@@ -86,16 +87,17 @@ def pytest_generate_tests(metafunc):
     if "row" not in metafunc.fixturenames:
         return
     rows = metafunc.module.rows(read_options(metafunc.config))
-    metafunc.parametrize("row", [pytest.param(row, id=row.name, marks=_marks(row)) for row in rows])
+    metafunc.parametrize("row", [pytest.param(row, id=row.name, marks=_marks(row, metafunc.config)) for row in rows])
 
 
-def _marks(row):
-    """oneDNN's rows are timed by what oneDNN reports."""
-    if row.by != "onednn":
-        return ()
-    from peer import primitive_clock
+def _marks(row, config):
+    """oneDNN's rows are timed by what oneDNN reports; no row is too slow."""
+    marks = [pytest.mark.timeout(0)] if config.pluginmanager.hasplugin("timeout") else []
+    if row.by == "onednn":
+        from peer import primitive_clock
 
-    return pytest.mark.benchmark(timer=primitive_clock)
+        marks.append(pytest.mark.benchmark(timer=primitive_clock))
+    return marks
 
 
 @pytest.fixture(scope="session")
@@ -108,6 +110,16 @@ def rates(options):
     from measuring import Rates
 
     return Rates(options.threads)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the table of pytest-benchmark does not show: rates, and shares of the peak or of the triad."""
+    from measuring import summary
+
+    lines = summary()
+    if lines:
+        terminalreporter.section("median rates, and their share of the peak (of STREAM triad where there is no flop)")
+        terminalreporter.write("\n".join(lines) + "\n")
 
 
 @pytest.hookimpl(optionalhook=True)

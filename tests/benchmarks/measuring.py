@@ -13,6 +13,8 @@ from pcldnn import _kernels, machine
 LONG = 2.0  # [s] a call from here on gets few rounds
 VERY_LONG = 15.0  # [s] and from here on one
 
+RESULTS = {}  # `extra_info` of the rows of this run, by group and target: for the summary at its end
+
 
 class Rates:
     """Peak and bandwidth of the machine, measured again when they are old: clocks change during a run.
@@ -31,7 +33,7 @@ class Rates:
     def peak(self) -> float:
         """The FMA loop of 12 accumulators on all threads, best of several [flop/s]."""
         if time.monotonic() - self._peak[1] > self.PEAK_AGE:
-            value = machine.measure_flops(self.threads)
+            value = machine.measure_flops(self.threads, 0.1 if self._highest else 0.5)
             for _ in range(3):  # so low is not the clock but somebody else on our cores
                 if value < 0.8 * self._highest:
                     value = max(value, machine.measure_flops(self.threads))
@@ -75,6 +77,24 @@ def _timed(call) -> float:
     return time.perf_counter() - start
 
 
+def summary() -> list[str]:
+    """A line a group: who reached what."""
+    lines = []
+    for group, rows in RESULTS.items():
+        cells = []
+        for info in rows:
+            if "images_per_s" in info:
+                reached = f"{info['images_per_s']:.1f} img/s"
+            elif info["flop"]:
+                reached = f"{info['gflops']:.3g} GFLOP/s"
+            else:
+                reached = f"{info['bytes_per_s'] / 1e9:.1f} GB/s"
+            share = info["peak_share"] if info["flop"] else info["triad_share"]
+            cells.append(f"{info['target']} {reached} {share:.0%}")
+        lines.append(f"{group:<36} " + "".join(f"{cell:<30}" for cell in cells).rstrip())
+    return lines
+
+
 def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=None, **more) -> None:
     """Write what a row's times mean beside them.
 
@@ -101,6 +121,7 @@ def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=No
         benchmark.extra_info.update(
             bytes=moved, bytes_per_s=moved / median, triad_share=moved / median / triad, triad_bytes_per_s=triad
         )
+    RESULTS.setdefault(row.group, []).append(benchmark.extra_info)
 
 
 @contextlib.contextmanager

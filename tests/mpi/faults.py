@@ -42,7 +42,7 @@ def killed(comm):
 
 def interrupt(comm):
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def thread(comm):
@@ -51,7 +51,7 @@ def thread(comm):
 
 def thread_exit(comm):
     threading.Thread(target=exit_0, args=(comm,), name="loader-0", daemon=True).start()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def collective(comm):
@@ -80,14 +80,15 @@ def main(comm, kind, ranks):
     print(f"rank {comm.rank} starts", flush=True)
     comm.barrier()
     if ranks == "all" or comm.rank in map(int, ranks.split(",")):
+        print(f"rank {comm.rank} fails at {time.monotonic()}", flush=True)
         kind(comm)
     if os.environ.get("COMPUTE"):  # away from MPI for long
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             sum(range(10000))
     comm.barrier()
     comm.allgather(np.zeros(comm.size, np.float32), [1] * comm.size)
-    time.sleep(30)
+    time.sleep(600)
 
 
 if __name__ == "__main__":
