@@ -18,7 +18,7 @@ import numpy as np
 
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import LayerPlan, Memory, StepContext, Unit, draw_parameters, glorot_std
+from pcldnn.layers.base import Memory, StepContext, Unit, draw_parameters, glorot_std
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
 from pcldnn.partition import bounds, shares

@@ -139,8 +139,10 @@ class ExactUnit(Unit):
             self.x, self.y, self.grad = x[rows], y[rows], self.plan.views(flat)
             self.plan.layer.compute_weight_grad(self, dy[rows])
 
-        buffers = [self.gradients, *self._buffers("weight_grad sums", self.gradients.size)]
-        self.sums = sum_leaves(self.image_leaves, counts, leaf, buffers)
+        self.sums = []
+        if self.gradients.size:  # a member of a group may have no output at all
+            buffers = [self.gradients, *self._buffers("weight_grad sums", self.gradients.size)]
+            self.sums = sum_leaves(self.image_leaves, counts, leaf, buffers)
         self.x, self.y, self.grad = x, y, self.plan.views(self.gradients)
 
     def reduce_sums(self, placement: Placement) -> None:
