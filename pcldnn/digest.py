@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 
 def layer_digests(network, optimizer) -> dict[str, str]:
     """SHA-256, hexadecimal, of each layer's weights and momentum in logical order; collective, the same on all ranks."""
-    momentum = optimizer.state_dict(network)
     hashes = {}
-    for name, value in network.state_dict().items():
-        own = hashes.setdefault(name.rpartition(".")[0], hashlib.sha256())
-        own.update(value)
-        if f"momentum.{name}" in momentum:
-            own.update(momentum[f"momentum.{name}"])
-    return {layer: own.hexdigest() for layer, own in hashes.items()}
+    for values in itertools.chain(network.state_by_layer(), optimizer.state_by_layer(network)):
+        for name, value in values.items():
+            layer = name.removeprefix("momentum.").rpartition(".")[0]
+            hashes.setdefault(layer, hashlib.sha256()).update(value)
+    return {layer: digest.hexdigest() for layer, digest in hashes.items()}
 
 
 def total_digest(layers: dict[str, str]) -> str:

@@ -12,13 +12,14 @@ computes is in layers/. Here the plan's arrays are allocated, once, and the call
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import Memory, StepContext, Unit, draw_parameters, glorot_std
+from pcldnn.layers.base import Memory, StepContext, Unit
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
 from pcldnn.partition import bounds, shares
@@ -26,7 +27,6 @@ from pcldnn.plan import Plan, name_layers, plan
 from pcldnn.units import Placement
 from pcldnn.weights import Weights
 
-LAST_GAIN = 0.1  # weights without an activation behind them, the class scores': see Network.initialize
 INFERENCE_IMAGES = 32  # in one piece, when a network is used without `prepare`
 
 
@@ -56,7 +56,7 @@ class Network:
         self.communicator = SerialCommunicator()
         self.prepared: Plan | None = None  # the plan that runs
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
-        self._weights = Weights([layer for layer in self._outline.layers if layer.parameters])
+        self._weights = Weights(self._outline)
         self._units: list[Unit] = []
         self._step: StepContext | None = None  # of the forward pass that backward would belong to
 
@@ -123,51 +123,28 @@ class Network:
         the first steps of plain SGD kill its units for good with some seeds.) Biases are zero.
         """
         self.seed = _check_seed(seed)
-        for layer in self._weights.layers:
-            values = draw_parameters(layer.parameters, self._weight_std(layer.index), seed, layer.index)
-            self._weights.store(values, layer)
+        self._weights.draw(self.layers, seed)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights in logical order under PyTorch's names: "features.0.weight" is (K, C, R, S)."""
-        return self._weights.logical(self.parameters)
+        return {name: value for layer in self.state_by_layer() for name, value in layer.items()}
+
+    def state_by_layer(self) -> Iterator[dict[str, np.ndarray]]:
+        """The same a layer at a time."""
+        yield from self._weights.logical(self.parameters)
 
     def load_state_dict(self, values: dict) -> None:
         """Set all weights from logical arrays, as `state_dict` gives them.
 
         Raises ValueError, before anything is changed, when one is missing, unknown or of the wrong shape or dtype.
         """
-        for layer, own in self._weights.by_layer(self._weights.check(values)):
-            self._weights.store(own, layer)
+        self._weights.load(values)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard."""
-        return self._weights.logical({unit.name: unit.gradients for unit in self._learning_units()})
-
-    def gather_shards(self, shards: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective."""
-        self._training_plan("gather_shards")
-        return self._weights.gather_shards(shards)
-
-    def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
-        self._training_plan("cut_shards")
-        return self._weights.cut_shards(logical)
-
-    def _weight_std(self, index: int):
-        """The rule for the spread of a layer's weights, from the layers between it and its neighbours with weights."""
-        learning = {layer.index for layer in self._weights.layers}
-        gain = 1.0
-        for before in reversed(range(index)):
-            if before in learning:
-                break
-            gain /= sqrt(self.layers[before][1].spread)
-        for behind in range(index + 1, len(self.layers)):
-            if behind in learning:
-                break
-            rule = self.layers[behind][1].weight_std
-            if rule:
-                return lambda fan_in, fan_out: gain * rule(fan_in, fan_out)
-        return lambda fan_in, fan_out: LAST_GAIN * gain * glorot_std(fan_in, fan_out)
+        self._training_plan("gradients")
+        flat = {unit.name: unit.gradients for unit in self._learning_units()}
+        return {name: value for layer in self._weights.logical(flat) for name, value in layer.items()}
 
     # --- preparation ---
 
@@ -341,7 +318,7 @@ class Network:
             return np.array([losses.sum()])
         ends = np.cumsum([0, *step.piece_counts]) - bounds(step.counts, self.communicator.rank)[0]
         inside = np.clip(ends, 0, len(losses))
-        return np.array([losses[start:stop].sum() for start, stop in zip(inside, inside[1:])])
+        return np.array([losses[start:stop].sum() for start, stop in pairwise(inside)])
 
     def backward(self) -> None:
         """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
@@ -393,6 +370,19 @@ class Network:
     def _learning_units(self) -> list[Unit]:
         return [unit for unit in self._units if unit.plan.weight_grad]
 
+    def gather_shards(self, shards: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective.
+
+        Yields a layer at a time, so that a rank never holds the whole; all ranks advance together.
+        """
+        self._training_plan("gather_shards")
+        yield from self._weights.gather_shards(shards)
+
+    def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
+        self._training_plan("cut_shards")
+        return self._weights.cut_shards(logical)
+
     # --- checks ---
 
     def find_nonfinite(self) -> str | None:
@@ -439,4 +429,5 @@ def _check_seed(seed: int) -> int:
 
 def _finite(array: np.ndarray) -> bool:
     """Whether all numbers are finite: their sum in float64 is, exactly then (float32 cannot overflow it)."""
-    return bool(np.isfinite(array.sum(dtype=np.float64)))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return bool(np.isfinite(array.sum(dtype=np.float64)))

@@ -38,6 +38,14 @@ class Partition:
     def ranks(self) -> int:
         return self.data * self.model
 
+    @classmethod
+    def parse(cls, text: str) -> Partition:
+        """From "2x4": data = 2, model = 4."""
+        data, x, model = text.partition("x")
+        if not (x and data.isdecimal() and model.isdecimal()):
+            raise ValueError(f"Partition: got {text!r}, wanted data x model, such as 2x4")
+        return cls(int(data), int(model))
+
     def place(self, rank: int) -> tuple[int, int]:
         """(group, member) of a rank."""
         return divmod(rank, self.model)

@@ -13,6 +13,7 @@ upon between ranks:
 (d) Evaluation adds up integers: hits and samples. Each sample counts once, on any number of ranks.
 """
 import dataclasses
+import itertools
 import math
 import time
 
@@ -354,6 +355,7 @@ class _Run:
                   "images_per_s": batch.global_count / max(time.perf_counter() - clock, 1e-9)}
         if self.digest_interval and (self.step % self.digest_interval == 0 or self.step == self.last_step):
             layers = layer_digests(self.network, self.optimizer)
+            self.communicator.agree({f"weights of layer {name}": digest for name, digest in layers.items()})
             record.update(digest=total_digest(layers), layers=layers)
         self.report.step(record, batch.global_count)
         if self.callback is not None:
@@ -387,20 +389,21 @@ class _Run:
                 self.report.warn(f"{error}. Training goes on; an older checkpoint there is untouched.")
 
     def _save(self):
-        network, root = self.network, self.communicator.rank == 0
-        weights = network.state_dict() if root or network.is_split else {}
-        momentum = self.optimizer.state_dict(network)
-        shapes = {name: (array.dtype, array.shape) for tensors in (weights, momentum)
-                  for name, array in tensors.items()}
-        save_collective(self.checkpoint, shapes, [weights, momentum], self._metadata(), self.communicator)
+        whole = self.communicator.rank == 0 or self.network.is_split
+        weights = self.network.state_dict() if whole else {}
+        shapes = {name: (array.dtype, array.shape) for name, array in weights.items()}
+        if self.optimizer.has_state:
+            shapes.update({MOMENTUM_PREFIX + name: entry for name, entry in list(shapes.items())})
+        batches = itertools.chain([weights], self.optimizer.state_by_layer(self.network))
+        save_collective(self.checkpoint, shapes, batches, self._metadata(), self.communicator)
 
     def _metadata(self):
         return {"pcldnn": __version__, "step": self.step, "epoch": self.step // self.steps_per_epoch,
                 "steps_per_epoch": self.steps_per_epoch, "epochs": self.epochs, "minibatch": self.minibatch,
                 "seed": self.network.seed, "optimizer": self.optimizer.description(),
                 "class_names": list(self.train.class_names), "dataset": self.train.fingerprint(),
-                "pieces": network.prepared.pieces, "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
-                "settings": self.settings}
+                "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
+                "pieces": self.network.prepared.pieces, "settings": self.settings}
 
     def _resume(self, path):
         with CollectiveReader(path, self.communicator) as reader:

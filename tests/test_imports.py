@@ -29,6 +29,7 @@ LEVELS = [
     ["train"],
     ["arguments"],
     ["script"],
+    ["replay"],
     ["cli"],
     ["__main__"],
 ]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pcldnn import _kernels as kernels
 from pcldnn.blocking import ConvShape, conv_forward, conv_input_grad, conv_weight_grad
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, pair
+from pcldnn.layers.base import Layer, by_channel_block, pair
+from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, by_image
+from pcldnn.layers.base import Layer, by_channel_block, by_image
+from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
 
 
