@@ -422,10 +422,11 @@ def _table(plan: Plan) -> str:
         lines.append("  ".join(left + right).rstrip())
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+    machine = f"{plan.machine.target} (SIMD width {plan.machine.width})"
     doing = "training" if plan.training else "inference"
     lines.insert(0, (
         f"{doing}, minibatch {plan.minibatch}, {plan.ranks} rank{'s' * (plan.ranks > 1)} with at most {plan.images} "
-        f"images and {plan.threads} thread{'s' * (plan.threads > 1)}, {plan.machine.target} (SIMD width {plan.machine.width})"
+        f"images and {plan.threads} thread{'s' * (plan.threads > 1)}, {machine}"
     ))  # fmt: skip
     if plan.training:
         lines.append(f"work of a training step: {plan.flop() / 1e9:,.3f} Gflop an image")
