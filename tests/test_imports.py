@@ -19,6 +19,7 @@ LEVELS = [
     ["scaling"],
     ["launcher", "faults"],
     ["grid"],
+    ["memory"],
     ["plan", "communicator"],
     ["exchange"],
     ["units"],

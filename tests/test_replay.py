@@ -9,7 +9,7 @@ from pcldnn import cli
 from pcldnn.checkpoint import load, save
 
 SCRIPT = "tests/mpi/small_script.py"
-RUN = [SCRIPT, "--synthetic", "--minibatch", "8", "--no-validation", "--exact"]
+RUN = [SCRIPT, "--minibatch", "8", "--no-validation", "--exact"]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,10 @@ def recorded(run_mpi, tmp_path_factory):
     """A run on 2 ranks, with a partition, of 6 steps; a checkpoint after step 2."""
     folder = tmp_path_factory.mktemp("replay")
     start, end, metrics = folder / "start.safetensors", folder / "end.safetensors", folder / "run.jsonl"
-    wishes = ["--metrics", metrics, "--digest-interval", "2", "--partition", "fc=1x2"]
+    random = np.random.default_rng(0)
+    np.savez(folder / "data.npz", images=random.standard_normal((30, 12, 1, 1)).astype(np.float32),
+             labels=random.integers(0, 5, 30))  # fmt: skip
+    wishes = ["--data", folder / "data.npz", "--metrics", metrics, "--digest-interval", "2", "--partition", "fc=1x2"]
     first = run_mpi(2, [*RUN, "--steps", "2", "--checkpoint", start, *wishes])
     assert "exact: sums are trees over 8 pieces" in first.stdout, first.output
     assert "1x2" in first.stdout, first.output
