@@ -182,6 +182,8 @@ class Network:
         communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
         placements = {layer.name: Placement(layer, communicator) for layer in new.layers if layer.parameters}
         self._weights.place(placements)
+        if training:
+            self._weights.owners = placements
         self.communicator = communicator
         self.prepared = new
         self._allocate(new)
@@ -306,7 +308,8 @@ class Network:
         if (self.is_split or running.pieces) and count != wanted:
             raise ValueError(
                 f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
-                f"{running.ranks}, wanted {wanted} (grid.image_shares: a layer is split, or sums are exact)"
+                f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are exact "
+                "(partitions={'fc': Partition(ranks, 1)} splits none)"
             )
         return counts
 
@@ -376,15 +379,19 @@ class Network:
 
         Yields a layer at a time, so that a rank never holds the whole; all ranks advance together.
         """
-        self._training_plan("gather_shards")
+        self._check_owners("gather_shards")
         yield from self._weights.gather_shards(shards)
 
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
-        self._training_plan("cut_shards")
+        self._check_owners("cut_shards")
         return self._weights.cut_shards(logical)
 
     # --- checks ---
+
+    def _check_owners(self, caller: str) -> None:
+        if not self._weights.owners:
+            raise ValueError(f"Network.{caller}: call prepare(minibatch, communicator) first")
 
     def find_nonfinite(self) -> str | None:
         """Name of the first layer with a NaN or an infinity in its weights or outputs, else in its gradients.

@@ -30,13 +30,16 @@ class Weights:
     flat : dict of str to ndarray
         By layer: all its parameters, or this rank's part of them; empty until they are drawn or loaded.
     placements : dict of str to Placement
-        Of a network that is prepared for training on a number of ranks; else empty.
+        Of a network that is prepared; else empty: then `flat` is whole.
+    owners : dict of str to Placement
+        Of the last training: who owns which shard of the momentum. They stay when the weights are joined.
     """
 
     def __init__(self, plan: Plan):
         self.layers: tuple[LayerPlan, ...] = tuple(layer for layer in plan.layers if layer.parameters)
         self.flat: dict[str, np.ndarray] = {}
         self.placements: dict[str, Placement] = {}
+        self.owners: dict[str, Placement] = {}
 
     @property
     def is_split(self) -> bool:
@@ -83,7 +86,7 @@ class Weights:
     def gather_shards(self, shards: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """See `Network.gather_shards`."""
         for layer in self.layers:
-            yield self._logical(layer, self.placements[layer.name].gather_shard(shards[layer.name]))
+            yield self._logical(layer, self.owners[layer.name].gather_shard(shards[layer.name]))
 
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See `Network.cut_shards`."""
@@ -91,7 +94,7 @@ class Weights:
         for layer, values in self.by_layer(self.check(logical)):
             flat = aligned_zeros(layer.parameter_size)
             layer.to_flat(values, flat)
-            shards[layer.name] = self.placements[layer.name].cut_shard(flat)
+            shards[layer.name] = self.owners[layer.name].cut_shard(flat)
         return shards
 
     def check(self, values: dict) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from pcldnn.layers import Conv2d
 from pcldnn.partition import block_shares, share, subtrees, tree_arrays
 from pcldnn.plan import plan
 
-CASES = ("adjoint", "tree", "training", "few", "resumed", "diverged", "stop", "split", "refused", "frames")
+CASES = ("adjoint", "tree", "training", "few", "resumed", "diverged", "stop", "split", "chunks", "refused", "frames")
 RANKS = (1, 2, 3, 4, 6, 8)
 BIT_CASES = ("training", "few", "resumed", "frames")
 
@@ -111,10 +111,18 @@ def test_a_rank_holds_its_slice(ran, ranks):
         assert held == size * (1 if name.startswith("classifier") else ranks)
     for rank, result in enumerate(results):
         assert result["same"]
-        assert result["close"]
+        assert result["close"] and result["changed"] and result["kept"] and result["names"]
         assert result["was_split"] == (ranks > 1)
         assert not result["is_split"]
         assert result["shape"] == [rank, 10]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_exchange_in_small_messages(ran, ranks):
+    for result in ran(ranks, "chunks"):
+        assert result["right"]
+        assert "one for each" in result["messages"][0]
+        assert "contiguous" in result["messages"][1]
 
 
 def test_images_that_are_not_the_rank_s_share_are_refused(ran):

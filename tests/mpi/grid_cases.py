@@ -25,6 +25,7 @@ from pcldnn import (
 )
 from pcldnn.checkpoint import load
 from pcldnn.data import ArrayDataset
+from pcldnn.partition import shares
 from pcldnn.train import TrainingDiverged
 
 
@@ -129,11 +130,44 @@ def split(comm, folder):
     held = {name: array.size for name, array in net.parameters.items()}
     same = {name: bool(np.array_equal(value, whole[name])) for name, value in net.state_dict().items()}
     outputs = net.forward(np.ones((comm.rank, 1, 32, 32), np.float32))     # each rank another number of images
-    was_split = net.is_split
+    was_split, opt = net.is_split, optimizer()
+    net.forward_loss(np.ones((shares(8, comm.size)[comm.rank], 1, 32, 32), np.float32),
+                     [1] * shares(8, comm.size)[comm.rank], global_count=8)
+    net.backward()
+    gradients = net.gradients()
+    before = digest(net)
+    net.update(opt)
+    momentum = opt.state_dict(net)
+    after = digest(net)
     net.join()
+    kept = all(np.array_equal(value, momentum[name]) for name, value in opt.state_dict(net).items())
+    opt.load_state_dict(momentum, net)
+    joined = digest(net)
+    net.load_state_dict(whole)
     again = net.forward(np.ones((comm.rank, 1, 32, 32), np.float32))
     return {"held": held, "same": all(same.values()), "was_split": was_split, "is_split": net.is_split,
-            "shape": list(outputs.shape), "close": bool(np.allclose(outputs, again, rtol=1e-5, atol=1e-6))}
+            "shape": list(outputs.shape), "changed": before != after == joined,
+            "kept": bool(kept and momentum), "names": sorted(gradients) == sorted(whole),
+            "close": bool(np.allclose(outputs, again, rtol=1e-5, atol=1e-6))}
+
+
+def chunks(comm, folder):
+    """`exchange` in messages of 3 elements at most: uneven, empty and own arrays; and what it refuses."""
+    small = communicator.Communicator(comm._comm, max_count=3) if comm.size > 1 else comm
+    ranks = range(comm.size)
+    sends = [[np.arange(4 * comm.rank + peer, dtype=np.float32) + comm.rank, np.empty(0, np.float32)] for peer in ranks]
+    receives = [[np.full(4 * peer + comm.rank, -1, np.float32), np.empty(0, np.float32)] for peer in ranks]
+    small.exchange(sends, receives)
+    right = all(np.array_equal(receives[peer][0], np.arange(4 * peer + comm.rank) + peer) for peer in ranks)
+    messages = []
+    for wrong in ([[]] * (comm.size + 1), [[np.zeros((4, 4))[:, 1]]] * comm.size):
+        try:
+            small.exchange(wrong, receives)
+        except ValueError as error:
+            messages.append(str(error))
+    if small is not comm:
+        small.close()
+    return {"right": right, "messages": messages}
 
 
 def refused(comm, folder):
