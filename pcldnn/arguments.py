@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 
 from pcldnn.checkpoint import CollectiveReader
+from pcldnn.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Job:
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
 SETTINGS = ("data", "synthetic", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
             "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
-            "seed")
-_EVERYWHERE = {"synthetic": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1,
-               "lr_power": 1.0, "lr_warmup": 0.0}
+            "seed", "exact")
+_EVERYWHERE = {"synthetic": False, "exact": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0,
+               "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
 
 _EXAMPLES = """\
 examples:
@@ -60,7 +61,8 @@ files:
   is. It is written by rank 0 after each epoch, at the end, and when SIGTERM or SIGUSR1 stops the run; a run resumes on
   any number of ranks. --resume also takes a plain PyTorch state dict saved as safetensors: weights to start from.
   The metrics file has a JSON object a line: step, epoch, loss, images_per_s for each step (global values; steps and
-  epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1).
+  epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1);
+  with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run.
 
 exit code: 0 when training came to its end or was stopped by a signal, 1 after an error (a diverged loss, a checkpoint
 that could not be written, ranks that disagree), 2 for wrong flags.
@@ -152,6 +154,15 @@ def _add_training(group, default):
 def _add_running(group):
     group.add_argument("--threads", type=_integer(1), metavar="N", help=(
         "compute threads of each rank (default: the cores the rank may use, shared with the other ranks on its node)"))
+    group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
+        "spread fully connected layers over D groups of M ranks, D times M being all ranks: each group takes a part of "
+        "the minibatch, each rank of it a part of the layer's weights. LAYER is a layer's name, fc6, fc7, ... (fc1, ... "
+        "in a network without convolutions), or fc for all (default: what sends the fewest bytes)"))
+    group.add_argument("--exact", action="store_true", default=None, help=(
+        "weights that are the same to the last bit on any number of ranks and threads and for any partition; slower"))
+    group.add_argument("--digest-interval", type=_integer(1), metavar="N", help=(
+        "steps between SHA-256 digests of weights and momentum in the metrics file (default: --log-interval with "
+        "--exact, else none)"))
     group.add_argument("--single-process", action="store_true",
                        help="train in this process alone, without MPI, whatever the launcher says")
     group.add_argument("--checkpoint", metavar="FILE", help="write checkpoints here")
@@ -161,6 +172,20 @@ def _add_running(group):
     group.add_argument("--metrics", metavar="FILE", help="write a JSONL file of losses and accuracies")
     group.add_argument("--log-interval", type=_integer(1), default=10, metavar="N",
                        help="steps between printed lines (default %(default)s)")
+
+
+def partitions(text):
+    """``fc6=2x4,fc7=1x8`` as a dict of Partition."""
+    found = {}
+    for entry in text.split(","):
+        layer, equals, grid = entry.partition("=")
+        if not (layer and equals):
+            raise argparse.ArgumentTypeError(f"{entry!r}, wanted LAYER=DxM, such as fc6=2x4")
+        try:
+            found[layer] = Partition.parse(grid)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return found
 
 
 def _integer(least):

@@ -28,6 +28,7 @@ from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, w
 # 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
 # int.
 MAX_COUNT = 2**28
+_EXCHANGE_TAG = 7
 
 
 class NoMPIError(RuntimeError):
@@ -136,6 +137,7 @@ class SerialCommunicator:
 
     def __init__(self, note=""):
         self.note = note
+        self._grids = {}
         self.node_cores = len(os.sched_getaffinity(0))
 
     def __repr__(self):
@@ -172,6 +174,48 @@ class SerialCommunicator:
         The adjoint of `reduce_scatter`; arguments as there.  OUT: all of `buffer`.
         """
         _check_shares(buffer, shares, self.size)
+
+    def exchange(self, sends, receives):
+        """Send arrays to ranks and receive arrays from ranks, all at once.
+
+        Parameters
+        ----------
+        sends, receives : list of list of ndarray, float32 or float64, contiguous
+            One list a rank. What rank r lists for rank s arrives in what s lists for r, array by array: their
+            sizes must be the same on both sides. An array that is empty does not travel.
+        """
+        _check_exchange(sends, receives, self.size)
+        for source, target in zip(sends[self.rank], receives[self.rank], strict=True):
+            target.reshape(-1)[:] = source.reshape(-1)
+
+    def split(self, color):
+        """The communicator of the ranks with the same integer `color`, in their order here; `close` frees it, too."""
+        return SerialCommunicator()
+
+    def grid(self, partition):
+        """The data and the model communicator of this rank in a grid of ranks; made once, kept until `close`.
+
+        Parameters
+        ----------
+        partition : Partition
+            With as many ranks as this communicator.
+
+        Returns
+        -------
+        data : communicator
+            Of the ranks that hold the same part of the weights: gradients are added over them.
+        model : communicator
+            Of the ranks of this rank's group: activations travel between them.
+        """
+        if partition.ranks != self.size:
+            raise ValueError(f"partition: got {partition}, wanted data times model = {self.size}, the number of ranks")
+        if partition not in self._grids:
+            group, member = partition.place(self.rank)
+            alone = SerialCommunicator()
+            data = self if partition.model == 1 else alone if partition.data == 1 else self.split(member)
+            model = self if partition.data == 1 else alone if partition.model == 1 else self.split(group)
+            self._grids[partition] = data, model
+        return self._grids[partition]
 
     def allreduce_sum(self, array):
         """Add `array` (a small ndarray of numbers) over the ranks, in place; returns it."""
@@ -269,6 +313,7 @@ class Communicator(SerialCommunicator):
         self._comm = comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)  # errors become exceptions
         self._channel = Channel(MPI, comm.Dup()) if MPI.COMM_WORLD.size > 1 else None
+        self._parts = []
         self.max_count = max_count
         self.rank = comm.rank
         self.size = comm.size
@@ -291,6 +336,9 @@ class Communicator(SerialCommunicator):
         """Free the duplicates (collective); a second call does nothing."""
         if self._MPI.Is_finalized():
             return
+        for part in self._parts:
+            part.close()
+        self._parts, self._grids = [], {}
         for comm in (self._comm, self._channel and self._channel.comm):
             if comm:
                 comm.Free()
@@ -315,6 +363,26 @@ class Communicator(SerialCommunicator):
             return
         for begin, end, counts in segments(shares, self.max_count):
             self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [buffer[begin:end], counts]))
+
+    def exchange(self, sends, receives):
+        """Arrays between ranks; see `SerialCommunicator.exchange`."""
+        super().exchange(sends, receives)
+        # The peer at distance 1 first, then at distance 2, ...: not all ranks at the same one.
+        order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        requests = [self._comm.Irecv(piece, peer, _EXCHANGE_TAG) for peer in reversed(order)
+                    for piece in _pieces(receives[peer], self.max_count)]  # fmt: skip
+        requests += [self._comm.Isend(piece, peer, _EXCHANGE_TAG) for peer in order
+                     for piece in _pieces(sends[peer], self.max_count)]  # fmt: skip
+        wait(lambda: self._MPI.Request.Testall(requests))
+
+    def split(self, color):
+        """A communicator of some of the ranks; see `SerialCommunicator.split`. Collective over all."""
+        comm = self._comm.Split(color, self.rank)
+        try:
+            self._parts.append(Communicator(comm, self.max_count))
+        finally:
+            comm.Free()
+        return self._parts[-1]
 
     def allreduce_sum(self, array):
         """Sum over the ranks; see `SerialCommunicator.allreduce_sum`."""
@@ -416,6 +484,14 @@ def segments(shares, limit):
         yield begin, end, np.diff(inside).tolist()
 
 
+def _pieces(arrays, limit):
+    """The arrays, flat, in messages of at most `limit` elements."""
+    for array in arrays:
+        flat = array.reshape(-1)
+        for begin in range(0, flat.size, limit):
+            yield flat[begin : begin + limit]
+
+
 def _texts(description):
     for name, value in description.items():
         if isinstance(value, np.ndarray):
@@ -434,6 +510,15 @@ def _check_shares(buffer, shares, size):
         raise ValueError(
             f"shares: got {list(shares)} (sum {sum(shares)}), wanted counts >= 0 that sum to {buffer.size}"
         )
+
+
+def _check_exchange(sends, receives, size):
+    for name, lists in (("sends", sends), ("receives", receives)):
+        if len(lists) != size:
+            raise ValueError(f"{name}: got {len(lists)} lists, wanted one for each of the {size} ranks")
+        wrong = [array for arrays in lists for array in arrays if not array.flags.c_contiguous]
+        if wrong:
+            raise ValueError(f"{name}: got {_shape(wrong[0])}, wanted contiguous arrays")
 
 
 def _check_small(array):

@@ -13,15 +13,18 @@ computes is in layers/. Here the plan's arrays are allocated, once, and the call
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
+from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit
+from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
-from pcldnn.partition import bounds
+from pcldnn.partition import bounds, shares
 from pcldnn.plan import Plan, name_layers, plan
+from pcldnn.units import Placement
 from pcldnn.weights import Weights
 
 INFERENCE_IMAGES = 32  # in one piece, when a network is used without `prepare`
@@ -54,11 +57,10 @@ class Network:
         self.loss = loss or CrossEntropyLoss()
         self.seed = _check_seed(seed)
         self.algorithm = algorithm
-        self.communicator = None
+        self.communicator = SerialCommunicator()
         self.prepared: Plan | None = None  # the plan that runs
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
         self._weights = Weights(self._outline)
-        self._parameters: dict[str, np.ndarray] | None = None  # drawn or loaded when first needed
         self._units: list[Unit] = []
         self._step: StepContext | None = None  # of the forward pass that backward would belong to
 
@@ -93,10 +95,27 @@ class Network:
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for."""
-        if self._parameters is None:
+        """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for.
+
+        Of a layer that is split, this rank's part.
+        """
+        if not self._weights.flat:
             self.initialize(self.seed)
-        return self._parameters
+        return self._weights.flat
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold parts of some layer, by its Partition.
+
+        Then `forward`, `state_dict` and `gradients` are collective: every rank calls them. `join` ends it.
+        """
+        return self._weights.is_split
+
+    def join(self) -> None:
+        """Hold all weights on every rank again; collective. A split network must be prepared anew to train on."""
+        if self.is_split:
+            self._weights.place({})
+            self.prepared, self._units, self._step = None, [], None
 
     def initialize(self, seed: int) -> None:
         """Draw all weights: the same for every rank, SIMD width and number of ranks.
@@ -108,30 +127,35 @@ class Network:
         the first steps of plain SGD kill its units for good with some seeds.) Biases are zero.
         """
         self.seed = _check_seed(seed)
-        self._parameters = self._parameters or self._weights.zeros()
-        self._weights.draw(self.layers, seed, self._parameters)
+        self._weights.draw(self.layers, seed)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights in logical order under PyTorch's names: "features.0.weight" is (K, C, R, S)."""
-        return self._weights.to_logical(self.parameters)
+        return {name: value for layer in self.state_by_layer() for name, value in layer.items()}
+
+    def state_by_layer(self) -> Iterator[dict[str, np.ndarray]]:
+        """The same a layer at a time."""
+        yield from self._weights.logical(self.parameters)
 
     def load_state_dict(self, values: dict) -> None:
         """Set all weights from logical arrays, as `state_dict` gives them.
 
         Raises ValueError, before anything is changed, when one is missing, unknown or of the wrong shape or dtype.
         """
-        parameters = self._parameters or self._weights.zeros()
-        self._weights.to_flat(values, parameters)
-        self._parameters = parameters
+        self._weights.load(values)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard."""
         self._training_plan("gradients")
-        return self._weights.to_logical({unit.name: unit.gradients for unit in self._units})
+        flat = {unit.name: unit.gradients for unit in self._learning_units()}
+        return {name: value for layer in self._weights.logical(flat) for name, value in layer.items()}
 
     # --- preparation ---
 
-    def prepare(self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True) -> Plan:
+    def prepare(
+        self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True, *,
+        partitions: dict | None = None, exact: bool | int = False,
+    ) -> Plan:  # fmt: skip
         """Plan a run and allocate everything it needs. Collective.
 
         Parameters
@@ -144,19 +168,26 @@ class Network:
             Default: the cores of this rank (`machine.threads_per_rank`).
         training : bool
             False: only `forward` will be used.
+        partitions, exact
+            As for `plan.plan`. With several ranks large fully connected layers may be split even if no partition is
+            given: see `is_split`.
 
         Raises
         ------
         DisagreementError
             On all ranks, when they built different networks or run different SIMD widths.
         """
-        ranks, sharing = (communicator.size, communicator.ranks_sharing_cores) if communicator else (1, 1)
-        threads, _ = threads_per_rank(sharing, threads)
-        new = self.plan(minibatch, ranks, threads=threads, training=training)
+        communicator = communicator or SerialCommunicator()
+        threads, _ = threads_per_rank(communicator.ranks_sharing_cores, threads)
+        options = {"partitions": partitions, "exact": exact}
+        new = self.plan(minibatch, communicator.size, threads=threads, training=training, **options)
         if training:
             self.loss.check(new.output)
-        if communicator:
-            communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
+        communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
+        placements = {layer.name: Placement(layer, communicator) for layer in new.layers if layer.parameters}
+        self._weights.place(placements)
+        if training:
+            self._weights.owners = placements
         self.communicator = communicator
         self.prepared = new
         self._allocate(new)
@@ -179,20 +210,27 @@ class Network:
         self._output_grad = array("loss", "input_grad", new.output)
         self._losses = np.zeros(new.images)
         for layer in new.layers:
-            scratch = {name: arrays.get((layer.name, f"{name} scratch")) for name in PASSES}
+            placement = self._weights.placements.get(layer.name)
+            scratch = dict.fromkeys(PASSES) | {
+                role.removesuffix(" scratch"): flat
+                for (name, role), flat in arrays.items()
+                if name == layer.name and role not in ("output", "input_grad")
+            }
             memory = Memory(
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
-                gradients=aligned_zeros(layer.parameter_size) if layer.weight_grad else None,
+                gradients=aligned_zeros(placement.part.parameter_size) if layer.weight_grad else None,
                 scratch=scratch,
             )
-            self._units.append(Unit(layer, memory, new.threads))
+            self._units.append(
+                placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
+            )
 
     # --- passes ---
 
     def forward(self, images) -> np.ndarray:
-        """Outputs for any number of images, without dropout; not collective.
+        """Outputs for any number of images, without dropout; collective only when the network `is_split`.
 
         Parameters
         ----------
@@ -207,9 +245,11 @@ class Network:
             self.prepare(INFERENCE_IMAGES, training=False)
         running, self._step = self.prepared, None
         outputs = np.empty((len(images), *running.output.logical_shape), np.float32)
-        for start in range(0, len(images), running.images):
+        counts = self.communicator.allgather_object(len(images)) if self.is_split else [len(images)]
+        for start in range(0, max(counts), running.images):
             part = slice(start, start + running.images)
-            outputs[part] = unblock(self._forward(images[part], StepContext()), running.output, running.threads)
+            step = StepContext(counts=tuple(min(max(count - start, 0), running.images) for count in counts))
+            outputs[part] = unblock(self._forward(images[part], step), running.output, running.threads)
         return outputs
 
     def forward_loss(
@@ -253,13 +293,40 @@ class Network:
                 f"images: got {count} in a step of global_count {total}, wanted at most {running.images} "
                 f"(prepared for a minibatch of {running.minibatch} on {running.ranks} ranks)"
             )
+        counts = self._image_counts(count, total)
         self._step = None
-        step = StepContext(True, self.seed, epoch, sample_ids)
+        pieces = shares(total, running.pieces) if running.pieces else ()
+        step = StepContext(True, self.seed, epoch, sample_ids, counts, pieces)
         logits = self._forward(images, step)
         losses, gradient = self._losses[:count], self._output_grad[:count]
         self.loss.compute(logits, labels, self.num_classes, 1 / total, losses, gradient, running.threads)
         self._step = step
-        return float(losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+        self.piece_losses = self._sum_losses(losses, step)
+        return float(self.piece_losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+
+    def _image_counts(self, count: int, total: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `total`. Where ranks work on each other's images, the rule must hold."""
+        running = self.prepared
+        counts = running.image_shares(total)
+        wanted = counts[self.communicator.rank]
+        if (self.is_split or running.pieces) and count != wanted:
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
+                f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are exact "
+                "(partitions={'fc': Partition(ranks, 1)} splits none)"
+            )
+        return counts
+
+    def _sum_losses(self, losses: np.ndarray, step: StepContext) -> np.ndarray:
+        """Sums of this rank's losses, by pieces of the whole minibatch (one piece, if not in exact mode).
+
+        Other ranks' pieces are zero, so adding the arrays of all ranks is exact.
+        """
+        if not step.piece_counts:
+            return np.array([losses.sum()])
+        ends = np.cumsum([0, *step.piece_counts]) - bounds(step.counts, self.communicator.rank)[0]
+        inside = np.clip(ends, 0, len(losses))
+        return np.array([losses[start:stop].sum() for start, stop in pairwise(inside)])
 
     def backward(self) -> None:
         """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective."""
@@ -280,11 +347,10 @@ class Network:
         is for the schedule of the learning rate.
         """
         running = self._training_plan("update")
-        for unit in self._units:
-            if unit.plan.weight_grad:
-                own = slice(*self._owned(unit.plan))
-                optimizer.update(unit.name, unit.parameters[own], unit.gradients[own], epoch, running.threads)
-                self._exchange("allgather", unit)
+        for unit in self._learning_units():
+            own = self._weights.placements[unit.name].own
+            optimizer.update(unit.name, unit.parameters[own], unit.gradients[own], epoch, running.threads)
+            self._exchange("allgather", unit)
 
     def _forward(self, images: np.ndarray, step: StepContext) -> np.ndarray:
         """Blocked output for logical images."""
@@ -301,61 +367,54 @@ class Network:
             error.add_note(f"in {pass_name} of layer {unit.name}, {unit.plan.layer!r}")
             raise
 
-    # --- several ranks ---
-
-    def _owned(self, layer: LayerPlan) -> tuple[int, int]:
-        """Start and stop of this rank's shard of a layer's flat array."""
-        return bounds(self.prepared.shards(layer), self.communicator.rank if self.communicator else 0)
-
     def _exchange(self, kind: str, unit: Unit) -> None:
         """Send the message of this kind that the plan has for a layer, if any."""
-        if self.prepared.ranks > 1:
-            sizes = self.prepared.shards(unit.plan)
-            if kind == "reduce_scatter":
-                self.communicator.reduce_scatter(unit.gradients, sizes)
-            else:
-                self.communicator.allgather(unit.parameters, sizes)
+        placement = self._weights.placements[unit.name]
+        if kind == "reduce_scatter":
+            placement.reduce(unit)
+        else:
+            placement.broadcast(unit)
+
+    def _learning_units(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.plan.weight_grad]
 
     def gather_shards(self, shards: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective.
 
         Yields a layer at a time, so that a rank never holds the whole; all ranks advance together.
         """
-        running = self._training_plan("gather_shards")
-        for layer in self._weights.layers:
-            whole = aligned_zeros(layer.parameter_size)
-            whole[slice(*self._owned(layer))] = shards[layer.name]
-            if running.ranks > 1:
-                self.communicator.allgather(whole, running.shards(layer))
-            yield {f"{layer.name}.{name}": value for name, value in layer.from_flat(whole).items()}
+        self._check_owners("gather_shards")
+        yield from self._weights.gather_shards(shards)
 
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
-        self._training_plan("cut_shards")
-        whole = self._weights.zeros()
-        self._weights.to_flat(logical, whole)
-        return {layer.name: whole[layer.name][slice(*self._owned(layer))].copy() for layer in self._weights.layers}
+        self._check_owners("cut_shards")
+        return self._weights.cut_shards(logical)
 
     # --- checks ---
+
+    def _check_owners(self, caller: str) -> None:
+        if not self._weights.owners:
+            raise ValueError(f"Network.{caller}: call prepare(minibatch, communicator) first")
 
     def find_nonfinite(self) -> str | None:
         """Name of the first layer with a NaN or an infinity in its weights or outputs, else in its gradients.
 
         For use after a loss that is not finite, before `update`: the step's forward pass is run again from its kept
-        input ("input" is the answer when that is at fault). None when all is finite. Not collective.
+        input ("input" is the answer when that is at fault). None when all is finite. Collective only when the network
+        `is_split`.
         """
         step = self._started("find_nonfinite")
         x = self._input[: len(step.sample_ids)]
-        if not _finite(x):
-            return "input"
+        found = [] if _finite(x) else ["input"]
         for unit in self._units:
-            if unit.plan.parameters and not _finite(unit.parameters):
-                return unit.name
+            if found and not self.is_split:
+                break
             x = self._run(unit, "forward", x, step)
-            if not _finite(x):
-                return unit.name
-        with_gradients = [unit for unit in reversed(self._units) if unit.plan.weight_grad]
-        return next((unit.name for unit in with_gradients if not _finite(unit.gradients)), None)
+            if not _finite(x) or (unit.plan.parameters and not _finite(unit.parameters)):
+                found.append(unit.name)
+        found += [unit.name for unit in reversed(self._learning_units()) if not _finite(unit.gradients)]
+        return found[0] if found else None
 
     def _check_images(self, images) -> np.ndarray:
         images = np.asarray(images)

@@ -3,11 +3,6 @@
 `plan(...)` is a pure function of the layers, the input's shape, the minibatch and the number of ranks. Its result, a
 `Plan`, holds for each layer what is computed and how (`LayerPlan`), which arrays live where in one arena (`Buffer`)
 and which messages are sent in which order (`Message`). Printed, it is a table. Network executes it.
-
-Memory. A step is a sequence of slots: the input arrives, forward of each layer, the loss, then from the last layer to
-the first its weight gradient and its input gradient. Each array lives from the slot that writes it to the last slot
-that reads it; two arrays may share memory when their lives do not meet. So activations that backward needs are
-kept, gradients of activations hand their memory down the network, and scratch is shared, by one rule.
 """
 
 from __future__ import annotations
@@ -16,37 +11,37 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from pcldnn.grid import (
+    activation_messages,
+    check_exact,
+    choose_partition,
+    image_shares,
+    part_size,
+    resolve_partitions,
+)
 from pcldnn.layers.base import PASSES, Layer, LayerPlan
-from pcldnn.layout import ALIGNMENT, UNPADDED_CHANNELS, Layout
+from pcldnn.layout import UNPADDED_CHANNELS, Layout
 from pcldnn.machine import Machine
-from pcldnn.partition import Partition, shard_sizes, shares
+from pcldnn.memory import Buffer, plan_buffers
+from pcldnn.partition import Partition, shard_sizes
 
 FLOAT = 4  # [byte]
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """Memory that one array, or several that are one in memory, occupies in the arena during a part of a step."""
-
-    roles: tuple[tuple[str, str], ...]  # (layer, "output" | "input_grad" | "<pass> scratch"), first writer first
-    size: int  # [float32]
-    first: int  # slots of the step, both inclusive
-    last: int
-    offset: int  # [float32] in the arena
-
-    @property
-    def name(self) -> str:
-        return " ".join(self.roles[0])
-
-
-@dataclass(frozen=True)
 class Message:
-    """One exchange of a layer's flat array between all ranks."""
+    """One exchange of a layer between ranks.
 
-    kind: str  # "reduce_scatter" of gradients (the paper's part-reduce) or "allgather" of weights (part-broadcast)
+    Of its flat array, between the ranks that hold the same part of the weights: "reduce_scatter" of gradients (the
+    paper's part-reduce), "allgather" of weights (part-broadcast). Of activations, between the ranks of a group:
+    "gather_inputs" and its adjoint "add_input_grads"; "to_images", outputs from slices of features of all images to
+    all features of a rank's own, and its adjoint "to_slices".
+    """
+
+    kind: str
     index: int  # of the layer, as LayerPlan.index
     layer: str
-    sizes: tuple[int, ...]  # [float32] owned by each rank
+    sizes: tuple[int, ...]  # [float32] owned by each of the ranks that take part; the largest that occur
 
     @property
     def bytes(self) -> int:
@@ -68,6 +63,7 @@ class Plan:
     training: bool
     buffers: tuple[Buffer, ...]
     messages: tuple[Message, ...]  # of a step, in the order that all ranks keep
+    pieces: int = 0  # of a minibatch, in exact mode; else 0
 
     @property
     def output(self) -> Layout:
@@ -86,7 +82,7 @@ class Plan:
     @property
     def memory(self) -> dict[str, int]:
         """What a rank needs at most [byte]."""
-        parameters = FLOAT * sum(layer.parameter_size for layer in self.layers)
+        parameters = FLOAT * sum(part_size(layer) for layer in self.layers)
         owned = FLOAT * sum(self.shards(layer)[0] for layer in self.layers)
         arena = FLOAT * self.arena_size
         if not self.training:
@@ -103,9 +99,13 @@ class Plan:
         plans = [getattr(layer, name) for layer in self.layers for name in passes or PASSES]
         return sum(made.flop for made in plans if made) // self.images
 
-    def shards(self, layer: LayerPlan) -> tuple[int, ...]:
-        """Elements of a layer's flat array that each rank owns: sums, updates and sends."""
-        return shard_sizes(layer.parameter_size, self.ranks, self.machine.width)
+    def shards(self, layer: LayerPlan, member: int = 0) -> tuple[int, ...]:
+        """Elements of a member's flat array that each of the ranks that have it owns: sums, updates and sends."""
+        return shard_sizes(part_size(layer, member), layer.partition.data, self.machine.width)
+
+    def image_shares(self, count: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `count` images on all ranks."""
+        return image_shares(count, self.ranks, self.pieces)
 
     def description(self) -> dict[str, str]:
         """Everything that all ranks must agree upon, item by item in words."""
@@ -120,7 +120,11 @@ class Plan:
             passes = [getattr(layer, name) for name in PASSES]
             algorithms = "/".join(made.algorithm for made in passes if made)
             fused = f" + {layer.fused!r}" if layer.fused else ""
+            if self.pieces:
+                algorithms += f", {self.pieces} pieces"
             items[f"layer {layer.name}"] = f"{layer.layer!r}{fused} {shapes} [{layer.partition}, {algorithms}]"
+        if self.pieces:  # they decide blocking, and that the order of sums
+            items["caches"] = f"{self.machine.l1}, {self.machine.l2}, {self.machine.l3}"
         items["messages"] = hashlib.sha256(repr(self.messages).encode()).hexdigest()[:16]
         return items
 
@@ -172,8 +176,9 @@ def input_layout(layers, input_shape, block: int) -> Layout:
     return Layout(shape, block) if len(shape) == 3 else Layout.vector(*shape, block)
 
 
-def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
-         threads: int = 1, training: bool = True, machine: Machine | None = None, algorithm: str | None = None) -> Plan:  # fmt: skip
+def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 1, training: bool = True,
+         machine: Machine | None = None, algorithm: str | None = None, partitions: dict | None = None,
+         exact: bool | int = False) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
@@ -192,6 +197,12 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
     algorithm : "auto", "direct" or "winograd", optional
         Of convolutions. By default what the environment variable PCLDNN_CONV says, else "auto": each pass of each
         layer is computed the way that the model of `blocking.py` finds faster. "winograd" means: wherever it can be.
+    partitions : dict of str to Partition, optional
+        Grids of layers, by name or nickname (`grid.resolve_partitions`). Layers that are not named get the grid that
+        sends least in training (`grid.choose_partition`).
+    exact : bool or int
+        Make every sum independent of ranks, threads and partitions (`grid`): True, or the number of pieces, a power
+        of two, into which minibatches are cut. More ranks than pieces leave some without work.
 
     Raises
     ------
@@ -203,7 +214,10 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
             raise ValueError(f"{name}: got {value}, wanted at least 1")
     machine = machine or Machine.detect()
     named = name_layers(layers)
-    images = shares(minibatch, ranks)[0]
+    given = resolve_partitions(named, partitions, ranks)
+    pieces = check_exact(exact, machine.target) if training else 0
+    images = max(image_shares(minibatch, ranks, pieces))
+    piece_images = image_shares(minibatch, pieces)[0] if pieces else 0
     first = layout = input_layout(named, input_shape, machine.width)
     planned: list[LayerPlan] = []
     index = 0
@@ -211,131 +225,47 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         name, layer = named[index]
         following = named[index + 1][1] if index + 1 < len(named) else None
         fused = following if following is not None and layer.absorbs(following) else None
+        partition = given.get(name) or _partition(layer, layout, machine.width, ranks, minibatch if training else None)
         planned.append(layer.plan(
-            layout, images, machine, threads, index=index, name=name, fused=fused, partition=Partition(data=ranks),
+            layout, images, machine, threads, index=index, name=name, fused=fused, partition=partition,
             algorithm=algorithm, training=training, input_grad=any(before.parameters for before in planned),
+            pieces=pieces, piece_images=piece_images,
         ))  # fmt: skip
         layout = planned[-1].output
         index += 2 if fused else 1
     return Plan(
-        first, tuple(planned), minibatch, ranks, images, threads, machine, training,
-        plan_buffers(planned, training), _messages(planned, ranks, machine.width) if training else (),
+        first, tuple(planned), minibatch, ranks, images, threads, machine, training, plan_buffers(planned, training),
+        _messages(planned, minibatch, machine.width) if training else (), pieces,
     )  # fmt: skip
 
 
-def _messages(layers: list[LayerPlan], ranks: int, vector: int) -> tuple[Message, ...]:
-    """Gradients go to their owners as backward produces them; new weights return in the order of the next forward."""
-    if ranks == 1:
-        return ()
+def _partition(layer: Layer, input: Layout, width: int, ranks: int, minibatch: int | None) -> Partition:
+    """The grid of a layer for which none was given; data parallel when it is not to be trained."""
+    if minibatch is None or not layer.splittable or not input.flat:
+        return Partition(data=ranks)
+    outputs = layer.output_blocks(width)
+    return choose_partition(layer, input.padded_features, outputs, width, ranks, minibatch)
+
+
+def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Message, ...]:
+    """Activations with their passes; gradients to their owners as backward produces them; weights for the next forward."""
+    order = []
+    activations = {}
+    for layer in layers:
+        partition = layer.partition
+        counts = image_shares(minibatch, partition.ranks, layer.pieces)[: partition.model]
+        activations[layer.name] = kinds = activation_messages(layer, counts)
+        order += [(kind, layer, kinds[kind]) for kind in ("gather_inputs", "to_images") if kind in kinds]
     learning = [layer for layer in layers if layer.parameters]
-    order = [("reduce_scatter", layer) for layer in reversed(learning)]
-    order += [("allgather", layer) for layer in learning]
-    return tuple(
-        Message(kind, layer.index, layer.name, shard_sizes(layer.parameter_size, ranks, vector))
-        for kind, layer in order
-    )
-
-
-# --- memory -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Life:
-    """A buffer in the making."""
-
-    roles: list[tuple[str, str]]
-    size: int
-    first: int
-    last: int
-    kept: bool = False  # backward reads what it holds now: nothing may overwrite it in place
-
-
-class _Lives:
-    """Collects the arrays of a step and the slots in which they are alive."""
-
-    def __init__(self, layers: list[LayerPlan]):
-        self.layers = layers
-        self.lives: list[_Life] = []
-        self.loss = len(layers) + 1
-        self.end = self.loss + 2 * len(layers)
-
-    def slot(self, pass_name: str, i: int) -> int:
-        """When layer number i makes a pass: 0 is the arrival of the input, `loss` the loss, `end` the last one."""
-        return {"forward": 1 + i, "weight_grad": self.end - 1 - 2 * i, "input_grad": self.end - 2 * i}[pass_name]
-
-    def new(self, layer: str, role: str, size: int, slot: int) -> _Life:
-        self.lives.append(_Life([(layer, role)], size, slot, slot))
-        return self.lives[-1]
-
-    def activations(self, training: bool) -> None:
-        """Outputs: alive until the next layer has read them, or until backward has."""
-        images, layout = self.layers[0].images, self.layers[0].input
-        value = self.new("input", "output", images * layout.padded_features, 0)
-        value.kept = True
-        if training:
-            value.last = self.end  # so that a step can be replayed to find where a NaN came from
-        for i, layer in enumerate(self.layers):
-            read_again = self.slot("input_grad", i)
-            value.last = max(value.last, self.slot("forward", i))
-            if training and "input" in layer.saves:
-                value.last = max(value.last, read_again)
-            aliasing = layer.layer.aliasing
-            if aliasing == "view" or (aliasing == "in_place" and not value.kept):
-                value.roles.append((layer.name, "output"))
-            else:
-                size = images * layer.output.padded_features
-                value = self.new(layer.name, "output", size, self.slot("forward", i))
-            if training and "output" in layer.saves:
-                value.last = max(value.last, read_again)
-                value.kept = True
-        value.last = self.end if training else self.loss  # users may read the logits until the next step
-
-    def gradients(self) -> None:
-        """Gradients of activations: from the layer behind, which writes one, to the layer before, which reads it."""
-        images = self.layers[0].images
-        gradient = self.new("loss", "input_grad", images * self.layers[-1].output.padded_features, self.loss)
-        for i, layer in reversed(list(enumerate(self.layers))):
-            if layer.weight_grad:
-                gradient.last = self.slot("weight_grad", i)
-            if not layer.input_grad:
-                break
-            gradient.last = slot = self.slot("input_grad", i)
-            if layer.layer.aliasing == "none":
-                gradient = self.new(layer.name, "input_grad", images * layer.input.padded_features, slot)
-            else:
-                gradient.roles.append((layer.name, "input_grad"))
-
-    def scratch(self) -> None:
-        """Working memory: alive during its pass only."""
-        for i, layer in enumerate(self.layers):
-            for name in PASSES:
-                made = getattr(layer, name)
-                if made and made.scratch:
-                    self.new(layer.name, f"{name} scratch", made.scratch, self.slot(name, i))
-
-
-def plan_buffers(layers: list[LayerPlan], training: bool) -> tuple[Buffer, ...]:
-    """Which arrays a step needs, when they are alive, and where each one lies."""
-    lives = _Lives(layers)
-    lives.activations(training)
-    if training:
-        lives.gradients()
-    lives.scratch()
-    return _place(lives.lives)
-
-
-def _place(lives: list[_Life]) -> tuple[Buffer, ...]:
-    """Give each buffer the lowest offset at which it meets no other that is alive at the same time, largest first."""
-    unit = ALIGNMENT // FLOAT
-    placed: list[Buffer] = []
-    for life in sorted(lives, key=lambda life: (-life.size, life.first)):
-        offset = 0
-        for other in sorted(placed, key=lambda buffer: buffer.offset):
-            together = life.first <= other.last and other.first <= life.last
-            if together and offset + life.size > other.offset:
-                offset = max(offset, -(-(other.offset + other.size) // unit) * unit)
-        placed.append(Buffer(tuple(life.roles), life.size, life.first, life.last, offset))
-    return tuple(sorted(placed, key=lambda buffer: buffer.first))
+    owned = {layer.name: shard_sizes(part_size(layer), layer.partition.data, vector) for layer in learning}
+    exchanged = [layer for layer in learning if layer.partition.data > 1]
+    for layer in reversed(learning):
+        kinds = activations[layer.name]
+        order += [("to_slices", layer, kinds["to_slices"])] if kinds else []
+        order += [("reduce_scatter", layer, owned[layer.name])] if layer in exchanged else []
+        order += [("add_input_grads", layer, kinds["add_input_grads"])] if kinds and layer.input_grad else []
+    order += [("allgather", layer, owned[layer.name]) for layer in exchanged]
+    return tuple(Message(kind, layer.index, layer.name, sizes) for kind, layer, sizes in order)
 
 
 # --- the table --------------------------------------------------------------------------------------------------
@@ -352,18 +282,19 @@ def format_bytes(count: float) -> str:
 
 def _table(plan: Plan) -> str:
     own = {buffer.roles[0]: buffer for buffer in plan.buffers}
-    rows = [("layer", "kind", "output", "algorithm", "parameters", "Mflop/image", "output memory")]
-    rows.append(("input", "", _shape(plan.input), "", "", "", format_bytes(plan.input.array_bytes(plan.images))))
+    rows = [("layer", "kind", "grid", "output", "algorithm", "parameters", "Mflop/image", "output memory")]
+    rows.append(("input", "", "", _shape(plan.input), "", "", "", format_bytes(plan.input.array_bytes(plan.images))))
     for layer in plan.layers:
         buffer = own.get((layer.name, "output"))
         flop = layer.forward.flop / plan.images
         rows.append((
-            layer.name, str(layer), _shape(layer.output), _algorithms(layer),
+            layer.name, str(layer), str(layer.partition) if layer.parameters else "", _shape(layer.output),
+            _algorithms(layer),
             f"{layer.parameter_count:,}" if layer.parameters else "",
             f"{flop / 1e6:,.2f}" if flop else "",
             format_bytes(FLOAT * buffer.size) if buffer else "in place",
         ))  # fmt: skip
-    rows.append(("total", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
+    rows.append(("total", "", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -381,6 +312,8 @@ def _table(plan: Plan) -> str:
     if plan.training:
         lines.append(f"work of a training step: {plan.flop() / 1e9:,.3f} Gflop an image")
         sent = sum(message.bytes for message in plan.messages)
+        if plan.pieces:
+            lines.append(f"exact mode: sums are trees over {plan.pieces} pieces of the minibatch, whatever the ranks")
         lines.append(f"messages of a step: {len(plan.messages)}, of arrays of {format_bytes(sent)} in total")
     memory = plan.memory
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())

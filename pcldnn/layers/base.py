@@ -60,6 +60,8 @@ class LayerPlan:
     fused: Layer | None = None  # the activation that this layer's kernel applies as well
     partition: Partition = ONE_RANK
     algorithm: str | None = None  # that the user asks for; None leaves the choice to the model
+    pieces: int = 0  # of the minibatch and of the outputs, added in a tree: exact mode; 0 adds as it comes
+    piece_images: int = 0  # most images of such a piece
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -68,6 +70,16 @@ class LayerPlan:
     def saves(self) -> frozenset[str]:
         """Which of "input" and "output" the backward passes read."""
         return self.layer.saves | (self.fused.saves if self.fused else frozenset())
+
+    @property
+    def call_images(self) -> int:
+        """Images for which blocking is chosen: it may decide the order of sums, so in exact mode not the rank's."""
+        return self.piece_images or self.images
+
+    @property
+    def group_images(self) -> int:
+        """Most images that pass through this layer on a rank: those of all ranks of its group."""
+        return self.images * self.partition.model
 
     @property
     def parameter_count(self) -> int:
@@ -111,6 +123,8 @@ class StepContext:
     seed: int = 0
     epoch: int = 0
     sample_ids: np.ndarray | None = None  # int64 (N,): which sample of the data set each image is
+    counts: tuple[int, ...] = ()  # images of each rank; read only when several ranks share a layer
+    piece_counts: tuple[int, ...] = ()  # images of each piece of the minibatch, in exact mode
 
 
 @dataclass
@@ -121,7 +135,7 @@ class Memory:
     input_grad: np.ndarray | None = None
     parameters: np.ndarray | None = None  # flat: blocked weight, then padded bias; the unit of exchange
     gradients: np.ndarray | None = None  # likewise
-    scratch: dict[str, np.ndarray] = field(default_factory=dict)  # by pass
+    scratch: dict[str, np.ndarray] = field(default_factory=dict)  # by pass, or by what else it is for
 
 
 class Unit:
@@ -179,6 +193,7 @@ class Layer:
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
+    splittable = False  # ranks can share its outputs: it has `output_blocks`, `part` and `compute_input_grad_of`
     spread = 1.0  # factor by which it raises the mean square of what it passes on
     weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
@@ -205,6 +220,18 @@ class Layer:
         """Whether this layer's kernel can apply the layer that follows as well."""
         return False
 
+    def output_blocks(self, block: int) -> int:
+        """Blocks of `block` outputs that a splittable layer has."""
+        raise NotImplementedError
+
+    def part(self, plan: LayerPlan, start: int, stop: int) -> LayerPlan:
+        """The plan of those of this layer's weights that make the output blocks start..stop-1.
+
+        Only layers that are `splittable` are asked. Blocked arrays have output blocks outermost, so a part of one is
+        contiguous.
+        """
+        raise NotImplementedError
+
     def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
         """Write y, padded lanes included (as zeros)."""
         raise NotImplementedError
@@ -217,20 +244,28 @@ class Layer:
         """Overwrite dx, padded lanes included (as zeros). dx may be dy itself unless `aliasing` is "none"."""
         raise NotImplementedError
 
+    def compute_input_grad_of(self, unit: Unit, dy: np.ndarray, dx: np.ndarray, start: int, stop: int) -> None:
+        """The same from the output blocks start..stop-1 alone; dy holds no others."""
+        raise NotImplementedError
+
     # --- the same for all layers ---
 
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
         fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
         algorithm: str | None = None,
+        pieces: int = 0, piece_images: int = 0,
     ) -> LayerPlan:  # fmt: skip
-        """Plan this layer for `images` images of layout `input`."""
+        """Plan this layer for `images` images of layout `input` on each rank."""
         block = machine.width
         try:
             output = self.output_layout(input, block)
         except ValueError as error:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
-        plan = LayerPlan(index, name, self, input, output, images, self.parameters(input, block), fused, partition, algorithm)
+        parameters = self.parameters(input, block)
+        plan = LayerPlan(
+            index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images
+        )
         made = {
             "forward": True,
             "weight_grad": training and bool(plan.parameters),

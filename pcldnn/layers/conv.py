@@ -85,25 +85,26 @@ class Conv2d(Layer):
 
     def plan_pass(self, pass_name, plan, machine, threads):
         shape = ConvShape(
-            plan.images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
+            plan.call_images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
             self.stride, self.padding, plan.input.block,
         )  # fmt: skip
+        called = replace(shape, N=plan.images)  # blocking may be for a piece of them: LayerPlan.call_images
         made = super().plan_pass(pass_name, plan, machine, threads)
         if uses_winograd(pass_name, shape, machine, chosen_algorithm(plan.algorithm)):
             return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, machine, threads))
         weight_size = plan.parameters[0].array_size
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
-            scratch = solver.pack_size(shape, machine) if blocking.across_images else 0
+            scratch = solver.pack_size(called, machine) if blocking.across_images else 0
         elif pass_name == "input_grad":
             blocking, scratch = solver.conv_input_grad(shape, machine), weight_size  # the transposed filters
             if blocking.across_images:
-                scratch += solver.pack_size(solver.gradient_shape(shape), machine)
+                scratch += solver.pack_size(solver.gradient_shape(called), machine)
         else:
             blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
             if blocking.across_images:
-                scratch += plan.images * (plan.input.padded_features + plan.output.padded_features)
+                scratch += plan.call_images * (plan.input.padded_features + plan.output.padded_features)
         return replace(made, blocking=blocking, scratch=scratch)
 
     def absorbs(self, following: Layer) -> bool:
