@@ -298,8 +298,8 @@ def _table(plan: Plan) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:4], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:])]
+        left = [cell.ljust(width) for cell, width in zip(row[:5], widths)]
+        right = [cell.rjust(width) for cell, width in zip(row[5:], widths[5:])]
         lines.append("  ".join(left + right).rstrip())
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
