@@ -173,7 +173,8 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
-         threads: int = 1, training: bool = True, machine: Machine | None = None, algorithm: str | None = None) -> Plan:  # fmt: skip
+         threads: int = 1, training: bool = True, machine: Machine | None = None,
+         algorithm: str | None = None) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
