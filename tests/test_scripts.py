@@ -36,7 +36,7 @@ def test_same_curve_and_banner(run_mpi, tmp_path):
     """VGG-A on the digits: 1 and 3 ranks see the same minibatches and print the same losses."""
     losses = {}
     for ranks in (1, 3):
-        done = run_mpi(ranks, [VGG, *SMALL, "--steps", "4", "--lr", "0.001",
+        done = run_mpi(ranks, [VGG, *SMALL, "--steps", "4",
                                "--metrics", tmp_path / f"{ranks}.jsonl"], timeout=120)
         lines = metrics(tmp_path / f"{ranks}.jsonl")
         assert [set(line) for line in lines] == [{"step", "epoch", "loss", "images_per_s"}] * 4
