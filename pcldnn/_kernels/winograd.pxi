@@ -62,7 +62,7 @@ cdef extern from *:
 cdef enum:
     POINTS = 64
     STRIP = 192              # tiles summed per visit of dU: two lines of each stay in L1
-    STREAM = 8388608         # transformed filters so large [elements] are written past the caches, which do not hold them
+    STREAM = 8388608         # transformed filters of so many elements are written past the caches: they do not fit
     CHUNK_TILES = 8          # tiles of a job of the transforms
 
 
@@ -104,14 +104,16 @@ cdef inline void store_pair(vec even, vec odd, float* out, Py_ssize_t step) noex
 
 cdef inline void input_points(int size, const float* d, Py_ssize_t in_step, float* out, Py_ssize_t step) noexcept nogil:
     """B' d: size + 2 inputs at the points."""
-    cdef vec d0 = load(d), d1 = load(d + in_step), d2 = load(d + 2 * in_step), d3 = load(d + 3 * in_step), d4, d5, d6, d7
+    cdef vec d0 = load(d), d1 = load(d + in_step), d2 = load(d + 2 * in_step), d3 = load(d + 3 * in_step)
+    cdef vec d4, d5, d6, d7
     if size == 6:
         d4, d5 = load(d + 4 * in_step), load(d + 5 * in_step)
         d6, d7 = load(d + 6 * in_step), load(d + 7 * in_step)
         store(out, d6 - (P2 + Q2 + R2) * d4 + (P2 + R2 + P2 * R2) * d2 - (P2 * R2) * d0)
         store_pair(d6 - (Q2 + R2) * d4 + R2 * d2, P1 * d5 - (P1 * (Q2 + R2)) * d3 + (P1 * R2) * d1, out + step, step)
         store_pair(d6 - (P2 + R2) * d4 + (P2 * R2) * d2, d5 - (P2 + R2) * d3 + (P2 * R2) * d1, out + 3 * step, step)
-        store_pair(d6 - (P2 + Q2) * d4 + P2 * d2, R1 * d5 - (R1 * (P2 + Q2)) * d3 + (R1 * P2) * d1, out + 5 * step, step)
+        store_pair(d6 - (P2 + Q2) * d4 + P2 * d2, R1 * d5 - (R1 * (P2 + Q2)) * d3 + (R1 * P2) * d1,
+                   out + 5 * step, step)
         store(out + 7 * step, d7 - (P2 + Q2 + R2) * d5 + (P2 + R2 + P2 * R2) * d3 - (P2 * R2) * d1)
     elif size == 4:
         d4, d5 = load(d + 4 * in_step), load(d + 5 * in_step)
@@ -127,7 +129,8 @@ cdef inline void input_points(int size, const float* d, Py_ssize_t in_step, floa
         store(out + 7 * step, d3 - d1)
 
 
-cdef inline void gradient_points(int size, const float* y, Py_ssize_t in_step, float* out, Py_ssize_t step) noexcept nogil:
+cdef inline void gradient_points(int size, const float* y, Py_ssize_t in_step, float* out,
+                                 Py_ssize_t step) noexcept nogil:
     """A y: `size` output gradients at the points."""
     cdef vec y0 = load(y), y1 = load(y + in_step), y2, y3, y4, y5
     store(out, y0)
@@ -157,7 +160,8 @@ cdef inline void filter_points(vec w0, vec w1, vec w2, float* out, Py_ssize_t st
     store(out + 7 * step, w2)
 
 
-cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, float* out, Py_ssize_t step) noexcept nogil:
+cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, float* out,
+                               Py_ssize_t step) noexcept nogil:
     """A' m: the `size` outputs."""
     cdef vec s, d, s2, d2, s3, d3
     if size == 6:
@@ -411,7 +415,7 @@ cdef void multiply(Winograd* g, Batch* batch, int point, Py_ssize_t group, Py_ss
 
 cdef void gradient_sum(const float* v, Py_ssize_t v_tile, const float* d, Py_ssize_t d_tile, Py_ssize_t tiles,
                        float* du, Py_ssize_t du_block, bint first) noexcept nogil:
-    """`tile_sum_two` for TILE input channels, that asks for the next ones: rows far apart are not fetched by themselves.
+    """`tile_sum_two` for TILE input channels, that asks for the next ones: nothing else fetches rows so far apart.
 
     The loop of one turn makes the innermost one unroll early (see simd.h).
     """
@@ -458,7 +462,8 @@ cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo,
             tile_sum_one(width, v + c, 1, g.v_tile, d, b, g.m_tile, hi - lo, du + c * b, b, channels * b, first)
 
 
-cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, Py_ssize_t k0,
+                             Py_ssize_t k1) noexcept nogil:
     """dU of a point and channel blocks k0..k1; `first`: nothing is in it yet."""
     cdef Py_ssize_t lo, hi, t0, t1, k
     point_range(g, batch, point, &lo, &hi)
@@ -492,7 +497,8 @@ cdef void layout_batch(Winograd* g, Py_ssize_t m_blocks, float* scratch) noexcep
 
 def winograd_scratch_size(Py_ssize_t in_blocks, Py_ssize_t out_blocks, Py_ssize_t tiles, Py_ssize_t batches):
     """Elements of V and M of batches of `tiles` tiles; `out_blocks` as many as M holds; `batches` at the same time."""
-    return batches * POINTS * (odd_lines(tiles * odd_lines(in_blocks * b)) + odd_lines(tiles * odd_lines(out_blocks * b)))
+    return batches * POINTS * (odd_lines(tiles * odd_lines(in_blocks * b))
+                               + odd_lines(tiles * odd_lines(out_blocks * b)))
 
 
 cdef void own_batches(Winograd* shared, Py_ssize_t worker, Py_ssize_t workers, Py_ssize_t size) noexcept nogil:
@@ -688,7 +694,8 @@ cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] 
         g.bias = &bias_view[0]
     g.x, g.u, g.y = &x[0, 0, 0, 0, 0], &u[0, 0, 0, 0], &y[0, 0, 0, 0, 0]
     g.relu = relu
-    scratch = scratch_of(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles, num_threads if private else 1))
+    scratch = scratch_of(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles,
+                                                        num_threads if private else 1))
     with nogil:
         winograd_pass(&g, private, &scratch[0], num_threads)
     return 0
