@@ -15,7 +15,8 @@ d. Shape letters: N images of this rank, C in channels, K out channels, CB, KB t
 
 from cython.parallel cimport prange
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
+from cython.view cimport array
+from libc.string cimport memcpy, memset
 
 from pcldnn._kernels import checks
 
