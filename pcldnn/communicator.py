@@ -9,9 +9,11 @@ Design notes
 a. A `Communicator` works on its own duplicate of the given mpi4py communicator, so its messages never meet
    those of the program around it.
 b. Every wait is a non-blocking MPI call and `faults.wait`: it does not steal the core of a rank that
-   computes, and signals are handled.
+   computes, and signals are handled. After `start_thread` all messages are the communication thread's
+   business (commthread.py); blocking calls wait for it.
 c. Counts are cut to `max_count` elements a message, far below 2^31-1, where the `int` counts of MPI-3 end.
-d. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
+d. Sums of float arrays are our own (transfer.py), in the order of ranks; the MPI library adds only small ones.
+e. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
 """
 
 import contextlib
@@ -19,15 +21,22 @@ import hashlib
 import os
 import pickle
 import socket
+import time
 
 import numpy as np
 
 from . import launcher
+from .commthread import Commands, CommunicationThread, on_thread
 from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
+from .layout import aligned_zeros
+from .shared import NoSharedMemory, Shared
+from .transfer import Direct, piece_spans
 
 # 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
 # int.
 MAX_COUNT = 2**28
+PIECE = 2**22  # elements of a float array that travel at a time; bounds the memory for what is received
+_PROBE = 2**18  # elements of the exchange that measures the bandwidth
 
 
 class NoMPIError(RuntimeError):
@@ -105,7 +114,7 @@ def mpi_information():
     }
 
 
-class SerialCommunicator:
+class SerialCommunicator(Commands):
     """One process without MPI; the same interface as `Communicator`.
 
     Attributes
@@ -119,6 +128,8 @@ class SerialCommunicator:
         Cores that the ranks of this node may use together (union of their affinity masks).
     ranks_sharing_cores : int
         Ranks of this node, this one included, that may run on a core on which this one may run.
+    transport : str
+        How float arrays travel, in words: "shared memory", or "messages of ..." and why.
     library, thread_level : str
         The MPI library and its thread support (`single`, `funneled`, `serialized`, `multiple`).
     note : str
@@ -131,6 +142,7 @@ class SerialCommunicator:
     node_size = 1
     nodes = 1
     ranks_sharing_cores = 1
+    transport = "nothing"
     library = "none"
     thread_level = "none"
 
@@ -152,6 +164,35 @@ class SerialCommunicator:
 
     def close(self):
         """Free what the communicator holds; the user's own communicator stays."""
+
+    def start_thread(self, cores=()):
+        """Hand all messages to a communication thread, beside compute; kept until `close`.
+
+        Parameters
+        ----------
+        cores : set of int
+            Reserved for it. Empty: it runs on compute's cores, and sleeps there while it waits.
+
+        Returns
+        -------
+        str
+            What was done, or why there is no such thread (then exchanges block), for the user.
+        """
+        return "one rank exchanges nothing"
+
+    def allocate(self, count):
+        """Zeros, float32 (count,), in memory from which exchanges are fast; collective."""
+        return aligned_zeros(count)
+
+    def bandwidth(self):
+        """What an exchange moves from each rank [byte/s], measured once, the same number on all ranks; collective."""
+        return float("inf")
+
+    def part_reduce(self, parts):
+        """`reduce_scatter` of spans of several arrays in one exchange; see transfer.py."""
+
+    def part_broadcast(self, parts):
+        """`allgather` of spans of several arrays in one exchange; see transfer.py."""
 
     def reduce_scatter(self, buffer, shares):
         """Part-reduce: add the buffers of all ranks; each rank gets the sum of its own share, in place.
@@ -274,7 +315,55 @@ class Communicator(SerialCommunicator):
         self.size = comm.size
         self.library = _library(MPI)
         self.thread_level = _thread_level(MPI)
+        self._direct = Direct(MPI, self._comm, self._wait_for)
+        self._bandwidth = None
+        self._shared = None
         self._find_node()
+        self.transport = self._choose_transport()
+
+    def start_thread(self, cores=()):
+        """See `SerialCommunicator.start_thread`."""
+        if self.size == 1:
+            return super().start_thread(cores)
+        if self.thread_level != "multiple":
+            return (
+                f"exchanges block: MPI was started with thread level {self.thread_level}, a communication thread needs"
+                " MPI_THREAD_MULTIPLE (mpi4py's default)"
+            )
+        if self.thread is None:
+            self.thread = CommunicationThread(cores)
+        if self.thread.cores:
+            return f"a communication thread on core {', '.join(map(str, sorted(self.thread.cores)))}"
+        return "a communication thread on compute's cores"
+
+    def _choose_transport(self):
+        """Shared memory where all ranks can, else messages; returns the choice in words."""
+        if self.size == 1:
+            return "nothing"
+        allowed = os.environ.get("PCLDNN_SHM", "1") != "0"
+        if self.allreduce_sum(np.array([allowed], np.int64))[0] < self.size:
+            return f"messages of {self.library} (PCLDNN_SHM=0)"
+        if self.nodes > 1:
+            return f"messages of {self.library} ({self.nodes} nodes)"
+        try:
+            self._shared = Shared(self._MPI, self._comm, self._wait_for)
+        except NoSharedMemory as error:
+            return f"messages of {self.library} (no shared memory: {error})"
+        return "shared memory"
+
+    @on_thread
+    def allocate(self, count):
+        """In shared memory, if there is any; see `SerialCommunicator.allocate`."""
+        if self._shared is not None:
+            try:
+                return self._shared.allocate(count)
+            except NoSharedMemory as error:
+                self._shared, self.transport = None, f"messages of {self.library} (no more shared memory: {error})"
+        return aligned_zeros(count)
+
+    def _transfer(self, parts):
+        shared = self._shared is not None and all(self._shared.holds(buffer) for buffer, _ in parts)
+        return self._shared if shared else self._direct
 
     def _find_node(self):
         node = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED, self.rank)
@@ -291,31 +380,61 @@ class Communicator(SerialCommunicator):
         """Free the duplicates (collective); a second call does nothing."""
         if self._MPI.Is_finalized():
             return
+        if self.thread is not None:
+            thread, self.thread = self.thread, None
+            thread.close()
         for comm in (self._comm, self._channel and self._channel.comm):
             if comm:
                 comm.Free()
 
+    @on_thread
     def reduce_scatter(self, buffer, shares):
         """Part-reduce over the ranks; see `SerialCommunicator.reduce_scatter`."""
         _check_shares(buffer, shares, self.size)
         if self.size == 1:
             return
-        for begin, end, counts in segments(shares, self.max_count):
-            part = buffer[begin:end]
-            self._wait(self._comm.Ireduce_scatter(self._MPI.IN_PLACE, part, counts))
-            # MPI leaves the result at the start of the buffer; its place is our share.
-            own, start = counts[self.rank], sum(counts[: self.rank])
-            if own and start:
-                part[start : start + own] = part[:own]
+        for parts in self._pieces(buffer, shares):
+            self.part_reduce(parts)
 
+    @on_thread
     def allgather(self, buffer, shares):
         """Part-broadcast to the ranks; see `SerialCommunicator.allgather`."""
         _check_shares(buffer, shares, self.size)
         if self.size == 1:
             return
-        for begin, end, counts in segments(shares, self.max_count):
-            self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [buffer[begin:end], counts]))
+        for parts in self._pieces(buffer, shares):
+            self.part_broadcast(parts)
 
+    @on_thread
+    def part_reduce(self, parts):
+        """Spans of arrays to their owners; see `SerialCommunicator.part_reduce`."""
+        self._transfer(parts).reduce(parts)
+
+    @on_thread
+    def part_broadcast(self, parts):
+        """Spans of arrays from their owners; see `SerialCommunicator.part_broadcast`."""
+        self._transfer(parts).gather(parts)
+
+    def _pieces(self, buffer, shares):
+        count = -(-buffer.size // min(PIECE, self.max_count))
+        return ([(buffer, piece_spans(shares, index, count))] for index in range(count))
+
+    @on_thread
+    def bandwidth(self):
+        """Measured once; see `SerialCommunicator.bandwidth`."""
+        if self._bandwidth is None and self.size > 1:
+            shares = [_PROBE // self.size] * self.size
+            buffer, times = self.allocate(sum(shares)), []
+            for _ in range(3):
+                self.barrier()
+                start = time.perf_counter()
+                self.allgather(buffer, shares)
+                times.append(time.perf_counter() - start)
+            moved = buffer.nbytes * (self.size - 1) / self.size
+            self._bandwidth = self.broadcast(moved / min(times))
+        return self._bandwidth or float("inf")
+
+    @on_thread
     def allreduce_sum(self, array):
         """Sum over the ranks; see `SerialCommunicator.allreduce_sum`."""
         _check_small(array)
@@ -323,6 +442,7 @@ class Communicator(SerialCommunicator):
             self._wait(self._comm.Iallreduce(self._MPI.IN_PLACE, array))
         return array
 
+    @on_thread
     def broadcast(self, value, root=0):
         """Any object to all; see `SerialCommunicator.broadcast`."""
         if self.size == 1:
@@ -336,6 +456,7 @@ class Communicator(SerialCommunicator):
             self._wait(self._comm.Ibcast(data[begin : begin + self.max_count], root))
         return value if self.rank == root else pickle.loads(data)
 
+    @on_thread
     def gather(self, value, root=0):
         """Any objects to one; see `SerialCommunicator.gather`."""
         values = self.allgather_object(value if self.rank != root else None)
@@ -344,6 +465,7 @@ class Communicator(SerialCommunicator):
         values[root] = value
         return values
 
+    @on_thread
     def allgather_object(self, value):
         """Any objects to all; see `SerialCommunicator.allgather_object`."""
         if self.size == 1:
@@ -359,6 +481,7 @@ class Communicator(SerialCommunicator):
             self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [data[begin:end], part]))
         return [pickle.loads(data[end - count : end]) for end, count in zip(ends, counts)]
 
+    @on_thread
     def barrier(self):
         """Wait until every rank is here."""
         self._wait(self._comm.Ibarrier())
@@ -367,6 +490,7 @@ class Communicator(SerialCommunicator):
         """End the whole job, also the ranks outside this communicator."""
         self._MPI.COMM_WORLD.Abort(code)
 
+    @on_thread
     def agree(self, description):
         """Check equality over the ranks; see `SerialCommunicator.agree`."""
         texts = _texts(description)
@@ -396,7 +520,13 @@ class Communicator(SerialCommunicator):
         return AbortOnError(self._channel)
 
     def _wait(self, request):
-        wait(request.Test)
+        self._wait_for(request.Test)
+
+    def _wait_for(self, test):
+        if self.thread is not None and self.thread.is_current:
+            self.thread.idle(test)
+        else:
+            wait(test)
 
 
 def segments(shares, limit):

@@ -20,8 +20,10 @@ from pcldnn.layers import CrossEntropyLoss
 from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit, draw_parameters, glorot_std
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
+from pcldnn.overlap import Overlap
 from pcldnn.partition import bounds
 from pcldnn.plan import Plan, name_layers, plan
+from pcldnn.trace import clock
 
 LAST_GAIN = 0.1  # weights without an activation behind them, the class scores': see Network.initialize
 INFERENCE_IMAGES = 32  # in one piece, when a network is used without `prepare`
@@ -55,6 +57,8 @@ class Network:
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
         self._parameters: dict[str, np.ndarray] | None = None
         self._units: list[Unit] = []
+        self._overlap: Overlap | None = None  # exchanges under way, on several ranks
+        self.trace = None  # a Trace to which calls and waits are added
         self._step: StepContext | None = None  # of the forward pass that backward would belong to
 
     def __repr__(self) -> str:
@@ -89,6 +93,7 @@ class Network:
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for."""
+        self.finish()
         if self._parameters is None:
             self.initialize(self.seed)
         return self._parameters
@@ -103,6 +108,7 @@ class Network:
         the first steps of plain SGD kill its units for good with some seeds.) Biases are zero.
         """
         self.seed = _check_seed(seed)
+        self.finish()
         self._allocate_parameters()
         for layer in self._learning():
             values = draw_parameters(layer.parameters, self._weight_std(layer.index), seed, layer.index)
@@ -118,12 +124,15 @@ class Network:
         Raises ValueError, before anything is changed, when one is missing, unknown or of the wrong shape or dtype.
         """
         checked = self._check_logical(values)
+        self.finish()
         self._allocate_parameters()
         for layer in self._learning():
             layer.to_flat(_of_layer(checked, layer), self._parameters[layer.name])
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard."""
+        """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard; collective."""
+        if self._overlap:
+            self._overlap.finish_gradients()
         return self._to_logical({unit.name: unit.gradients for unit in self._units if unit.plan.weight_grad})
 
     def _learning(self) -> list[LayerPlan]:
@@ -198,7 +207,8 @@ class Network:
         return new
 
     def _allocate(self, new: Plan) -> None:
-        self._units, self._step = [], None  # gives back what an earlier plan held
+        self.finish()
+        self._units, self._step, self._overlap = [], None, None  # gives back what an earlier plan held
         arena = self._arena = aligned_zeros(new.arena_size)
         arrays = {
             role: arena[buffer.offset : buffer.offset + buffer.size]
@@ -213,15 +223,27 @@ class Network:
         self._input = array("input", "output", new.input)
         self._output_grad = array("loss", "input_grad", new.output)
         self._losses = np.zeros(new.images)
+        self._parameters = {name: self._shareable(values) for name, values in self.parameters.items()}
         for layer in new.layers:
             memory = Memory(
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
-                gradients=aligned_zeros(layer.parameter_size) if layer.weight_grad else None,
+                gradients=self._shareable(np.zeros(layer.parameter_size, np.float32)) if layer.weight_grad else None,
                 scratch={p: arrays[layer.name, f"{p} scratch"] for p in PASSES if (layer.name, f"{p} scratch") in arrays},
             )
             self._units.append(Unit(layer, memory, new.threads))
+        if new.messages:
+            bandwidth = self.communicator.bandwidth() if self.communicator.has_thread else float("inf")
+            self._overlap = Overlap(new, self._units, self.communicator, bandwidth, self.trace)
+
+    def _shareable(self, values: np.ndarray) -> np.ndarray:
+        """The values in memory from which exchanges between ranks are fast; collective."""
+        if self.communicator is None or not self.prepared.training:
+            return values
+        array = self.communicator.allocate(values.size)
+        array[:] = values
+        return array
 
     # --- passes ---
 
@@ -291,7 +313,10 @@ class Network:
         step = StepContext(True, self.seed, epoch, sample_ids)
         logits = self._forward(images, step)
         losses, gradient = self._losses[:count], self._output_grad[:count]
+        start = clock()
         self.loss.compute(logits, labels, self.num_classes, 1 / total, losses, gradient, running.threads)
+        if self.trace is not None:
+            self.trace.compute("loss", "loss", start, 2 * gradient.nbytes)
         self._step = step
         return float(losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
 
@@ -299,10 +324,11 @@ class Network:
         """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
         step = self._started("backward")
         dy = self._output_grad[: len(step.sample_ids)]
+        if self._overlap:
+            self._overlap.begin_backward()
         for unit in reversed(self._units):
             if unit.plan.weight_grad:
                 self._run(unit, "weight_grad", dy)
-                self._exchange("reduce_scatter", unit)
             if not unit.plan.input_grad:
                 break  # no layer before this one learns
             dy = self._run(unit, "input_grad", dy)
@@ -311,29 +337,66 @@ class Network:
         """Let `optimizer` change the weights. Collective.
 
         Each rank updates the shard it owns and receives the others'. `epoch` (fractional: steps / steps of an epoch)
-        is for the schedule of the learning rate.
+        is for the schedule of the learning rate. Returns before all is done when the communicator has a thread: the
+        next forward pass, or whatever else needs the weights, waits for them (`finish`).
         """
         running = self._training_plan("update")
-        for unit in self._units:
-            if unit.plan.weight_grad:
-                own = slice(*self._owned(unit.plan))
-                optimizer.update(unit.name, unit.parameters[own], unit.gradients[own], epoch, running.threads)
-                self._exchange("allgather", unit)
+        units = {unit.name: unit for unit in self._units if unit.plan.weight_grad}
+
+        def change(name):
+            unit, own = units[name], slice(*self._owned(units[name].plan))
+            # Beside compute's threads the communication thread is one more, not a team.
+            threads = 1 if self._overlap and self.communicator.has_thread else running.threads
+            optimizer.update(name, unit.parameters[own], unit.gradients[own], epoch, threads)
+
+        if self._overlap:
+            self._overlap.update(change)
+        else:
+            for name, unit in units.items():
+                start = clock()
+                change(name)
+                if self.trace is not None:
+                    self.trace.compute("update", name, start, 5 * unit.gradients.nbytes)
+
+    def start_sum(self, array: np.ndarray):
+        """Begin to add a small array of numbers over the ranks, beside compute. Collective.
+
+        Returns a function that waits for the sum and gives it; whoever calls it before `update` may still refuse
+        the step.
+        """
+        return self._overlap.start_sum(array) if self._overlap else lambda: array
+
+    def finish(self) -> None:
+        """Wait until the last `update` is done on this rank."""
+        if self._overlap:
+            self._overlap.finish()
 
     def _forward(self, images: np.ndarray, step: StepContext) -> np.ndarray:
         """Blocked output for logical images."""
+        start = clock()
         x = block(images, self.prepared.input, self._input[: len(images)], self.prepared.threads)
+        if self.trace is not None:
+            self.trace.compute("block", "input", start, 2 * x.nbytes)
         for unit in self._units:
             x = self._run(unit, "forward", x, step)
         return x
 
     def _run(self, unit: Unit, pass_name: str, *arguments):
-        """Every call of a layer in this file is made here."""
+        """Every call of a layer in this file is made here, between the waits for what it needs and gives."""
+        if self._overlap and unit.plan.parameters:
+            self._overlap.before(pass_name, unit.name)
+        start = clock()
         try:
-            return getattr(unit, pass_name)(*arguments)
+            result = getattr(unit, pass_name)(*arguments)
         except Exception as error:
             error.add_note(f"in {pass_name} of layer {unit.name}, {unit.plan.layer!r}")
             raise
+        if self.trace is not None:
+            made, share = getattr(unit.plan, pass_name), len(arguments[0]) / unit.plan.images
+            self.trace.compute(pass_name, unit.name, start, made.bytes * share, made.flop * share)
+        if self._overlap and pass_name == "weight_grad":
+            self._overlap.gradients_ready(unit.name)
+        return result
 
     # --- several ranks ---
 
@@ -341,18 +404,10 @@ class Network:
         """Start and stop of this rank's shard of a layer's flat array."""
         return bounds(self.prepared.shards(layer), self.communicator.rank if self.communicator else 0)
 
-    def _exchange(self, kind: str, unit: Unit) -> None:
-        """Send the message of this kind that the plan has for a layer, if any."""
-        if self.prepared.ranks > 1:
-            sizes = self.prepared.shards(unit.plan)
-            if kind == "reduce_scatter":
-                self.communicator.reduce_scatter(unit.gradients, sizes)
-            else:
-                self.communicator.allgather(unit.parameters, sizes)
-
     def gather_shards(self, shards: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective."""
         self._training_plan("gather_shards")
+        self.finish()
         logical = {}
         for layer in self._learning():
             flat = aligned_zeros(layer.parameter_size)
@@ -365,6 +420,7 @@ class Network:
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
         self._training_plan("cut_shards")
+        self.finish()
         checked = self._check_logical(logical)
         shards = {}
         for layer in self._learning():
@@ -382,6 +438,7 @@ class Network:
         input ("input" is the answer when that is at fault). None when all is finite. Not collective.
         """
         step = self._started("find_nonfinite")
+        self.finish()
         x = self._input[: len(step.sample_ids)]
         if not _finite(x):
             return "input"

@@ -129,6 +129,7 @@ class SGD:
 
     def state_dict(self, network) -> dict[str, np.ndarray]:
         """Momentum of all weights, logical, as "momentum.<weight's name>"; empty without any. Collective."""
+        network.finish()  # updates may be under way
         if not self.momentum or not self._shards:
             return {}
         return {f"momentum.{name}": value for name, value in network.gather_shards(self._shards).items()}

@@ -31,6 +31,7 @@ from pcldnn.checkpoint import (
 from pcldnn.communicator import create
 from pcldnn.data import Loader, check_class_map
 from pcldnn.faults import CollectiveError
+from pcldnn.recording import Recording
 from pcldnn.report import Report
 
 
@@ -127,12 +128,14 @@ class Trainer:
         calls. Default: all ranks of the MPI job, or this process where there is no MPI.
     threads : int, optional
         Compute threads of this rank. Default: the cores that this rank may use, shared with the ranks beside it.
+    overlap : bool
+        Exchange beside compute, on a communication thread (`Communicator.start_thread`). Changes no bit of the result.
     """
 
-    def __init__(self, network, optimizer, communicator=None, threads=None):
+    def __init__(self, network, optimizer, communicator=None, threads=None, overlap=True):
         self.network, self.optimizer = network, optimizer
         self.communicator = create() if communicator is None else communicator
-        self.threads = threads
+        self.threads, self.overlap = threads, overlap
         self._stop_reason = None
 
     def request_stop(self, reason="requested"):
@@ -140,7 +143,8 @@ class Trainer:
         self._stop_reason = reason
 
     def fit(self, train, validation=None, *, minibatch, epochs=1, steps=None, checkpoint=None, resume=None,
-            metrics=None, log_interval=10, verbose=True, progress_bar=None, callback=None, settings=None,
+            metrics=None, trace=None, profile=False, log_interval=10, verbose=True, progress_bar=None, callback=None,
+            settings=None,
             **loader_options):
         """Train; collective.
 
@@ -162,6 +166,10 @@ class Trainer:
             JSONL file, written by rank 0: a line per step (keys step, epoch, loss, images_per_s) and per evaluation
             (keys epoch, top1, top5, count; top1 and top5 as shares of count). Steps and epochs count from 1. A
             resumed run goes on in the same file.
+        trace : path, optional
+            A timeline of all ranks for a trace viewer (Chrome, Perfetto), and a summary of the communication.
+        profile : bool
+            Print time, flop/s and bytes/s by layer and pass at the end.
         log_interval : int
             Steps between printed lines.
         verbose : bool
@@ -190,9 +198,10 @@ class Trainer:
                             interval=log_interval)
             with report:
                 try:
-                    run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
-                               settings or {}, loader_options)
-                    return run.execute(resume)
+                    with Recording(self.network, self.communicator, trace, profile, report) as recording:
+                        run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
+                                   recording, settings or {}, loader_options)
+                        return run.execute(resume)
                 except Exception as error:
                     if not getattr(error, "raised_on_all_ranks", False):
                         raise
@@ -242,8 +251,8 @@ def rank_of_label(logits, labels):
 class _Run:
     """One call of `Trainer.fit`: its position, and what happens at each step and epoch."""
 
-    def __init__(self, trainer, train, validation, minibatch, epochs, steps, checkpoint, callback, report, settings,
-                 loader_options):
+    def __init__(self, trainer, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
+                 recording, settings, loader_options):
         for name, value, least in (("minibatch", minibatch, 1), ("epochs", epochs, 0), ("steps", steps or 0, 0)):
             if int(value) != value or value < least:
                 raise ValueError(f"{name} = {value!r}, wanted an integer of at least {least}")
@@ -251,7 +260,7 @@ class _Run:
             raise ValueError("the training data set has no sample")
         self.trainer, self.network, self.optimizer = trainer, trainer.network, trainer.optimizer
         self.communicator = trainer.communicator
-        self.train, self.validation, self.report = train, validation, report
+        self.train, self.validation, self.report, self.recording = train, validation, report, recording
         self.minibatch, self.checkpoint, self.callback = minibatch, checkpoint, callback
         self.settings, self.loader_options = settings, loader_options
         self.epochs, self.steps_per_epoch = epochs, -(-len(train) // minibatch)
@@ -264,6 +273,8 @@ class _Run:
     def execute(self, resume):
         start = time.perf_counter()
         self._agree()
+        if self.trainer.overlap:
+            self.communicator.start_thread()
         self.network.prepare(self.minibatch, self.communicator, self.trainer.threads)
         if resume is not None:
             self._resume(resume)
@@ -275,7 +286,8 @@ class _Run:
             epoch, step_in_epoch = divmod(self.step, self.steps_per_epoch)
             clock = time.perf_counter()
             for batch in loader.batches(epoch, step_in_epoch, steps=self.last_step - self.step):
-                stop = self._step(batch, clock)
+                with self.recording.step(clock):
+                    stop = self._step(batch, clock)
                 images, busy = images + batch.global_count, busy + time.perf_counter() - clock
                 last = self.step == self.last_step or stop
                 if last or self.step % self.steps_per_epoch == 0:
@@ -285,11 +297,13 @@ class _Run:
                 clock = time.perf_counter()
         if self.step == first_step:     # nothing left to do: still say how good it is
             self._between_epochs(max(self.step - 1, 0) // self.steps_per_epoch, evaluate=True, write=False)
+        self.network.finish()
         result = self.result
         result.step, result.epoch = self.step, self.step // self.steps_per_epoch
         result.images_per_s = images / busy if busy else 0.0
         result.seconds = time.perf_counter() - start
         self.report.finish(result)
+        self.recording.finish()
         return result
 
     def _agree(self):
@@ -313,6 +327,7 @@ class _Run:
         if self.communicator.rank == 0:
             try:
                 self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
+                self.recording.open()
                 if self.checkpoint is not None:
                     check_writable(self.checkpoint)
                     remove_leftovers(self.checkpoint)
@@ -329,10 +344,10 @@ class _Run:
         culprit = None
         if not math.isfinite(loss_sum):
             culprit = self.network.find_nonfinite() or "the loss itself"
-        self.network.backward()
         wants_stop = self.trainer._stop_reason is not None
-        loss_sum, diverged, stop = self.communicator.allreduce_sum(
-            np.array([loss_sum, culprit is not None, wants_stop], np.float64))
+        control = self.network.start_sum(np.array([loss_sum, culprit is not None, wants_stop], np.float64))
+        self.network.backward()
+        loss_sum, diverged, stop = control()
         loss = float(loss_sum) / batch.global_count
         if diverged:
             culprits = dict(enumerate(self.communicator.allgather_object(culprit)))

@@ -1,0 +1,130 @@
+"""The communication thread, the schedule of exchanges, and that neither changes a bit of what is learnt."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcldnn import models, schedule
+from pcldnn.commthread import CommunicationThread
+from pcldnn.layers import Linear, Sigmoid
+from pcldnn.plan import plan
+
+# --- the thread ---------------------------------------------------------------------------------------------------
+
+
+def test_commands_run_in_order_on_one_other_thread():
+    thread, ran = CommunicationThread(), []
+    requests = [thread.submit(f"command {i}", lambda i=i: ran.append((i, threading.current_thread().name)) or i)
+                for i in range(20)]  # fmt: skip
+    assert [request.wait() for request in requests] == list(range(20))
+    assert ran == [(i, "communication") for i in range(20)]
+    thread.close()
+    thread.close()  # a second time: nothing
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.submit("late", print)
+
+
+def test_an_error_reaches_who_waits_and_stops_what_is_behind():
+    thread, ran = CommunicationThread(), []
+    gate = threading.Event()
+    first = thread.submit("first", gate.wait)
+    bad = thread.submit("reduce_scatter of fc6", lambda: 1 / 0)
+    behind = thread.submit("behind", ran.append, 1)
+    assert not first.done
+    gate.set()
+    for request in (bad, behind):
+        with pytest.raises(ZeroDivisionError) as error:
+            request.wait()
+        assert "reduce_scatter of fc6" in error.value.__notes__[0]
+    assert not ran
+    with pytest.raises(ZeroDivisionError):
+        thread.close()
+
+
+def test_an_awaited_error_is_known_and_does_not_stop_the_others():
+    thread = CommunicationThread()
+    with pytest.raises(ZeroDivisionError):
+        thread.submit("agree", lambda: 1 / 0, awaited=True).wait()
+    assert thread.submit("next", lambda: 5).wait() == 5
+    thread.close()
+
+
+def test_waiting_leaves_the_core_to_compute():
+    thread = CommunicationThread()
+    end = time.monotonic() + 0.5
+    before = time.process_time()
+    thread.submit("a long wait", thread.idle, lambda: time.monotonic() > end).wait()
+    assert time.process_time() - before < 0.2
+    thread.close()
+
+
+# --- the schedule ---------------------------------------------------------------------------------------------------
+
+
+def bundles(made):
+    backward = [bundle for found in made.backward.values() for bundle in found]
+    return backward, [bundle for stage in made.update for bundle in stage.gradients]
+
+
+def check(planned, made):
+    """Everything travels once; a layer's gradients not before they are there; weights from the first layer on."""
+    learning = [layer.name for layer in planned.layers if layer.weight_grad]
+    backward, held = bundles(made)
+    parts = [part for bundle in (*backward, *held) for part in bundle]
+    wanted = {(name, i) for part in parts for name, i in [(part.layer, i) for i in range(part.count)]}
+    assert len(parts) == len(set(parts))
+    assert {(part.layer, part.index) for part in parts} == wanted
+    assert {part.layer for part in parts} == set(learning)
+    ready = set()
+    for layer in reversed(learning):
+        ready.add(layer)
+        assert {part.layer for bundle in made.backward[layer] for part in bundle} <= ready
+    assert [name for stage in made.update for name in stage.layers] == learning
+    done = {part.layer for bundle in backward for part in bundle} - {p.layer for bundle in held for p in bundle}
+    for stage in made.update:
+        done |= {part.layer for bundle in stage.gradients for part in bundle if part.index == part.count - 1}
+        assert set(stage.layers) <= done
+        assert {part.layer for bundle in stage.weights for part in bundle} == set(stage.layers)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=8), st.integers(2, 9), st.floats(1e3, 1e12))
+@settings(max_examples=60, deadline=None)
+def test_any_schedule_is_complete_and_in_order(widths, ranks, bandwidth):
+    layers = [part for pair in zip(widths, widths[1:]) for part in (Linear(*pair), Sigmoid())]
+    planned = plan(layers, (widths[0],), 64, ranks)
+    for rate in (bandwidth, float("inf")):
+        made = schedule.schedule(planned, rate)
+        check(planned, made)
+        assert made == schedule.schedule(planned, rate)
+    assert not bundles(made)[1]
+
+
+def test_large_layers_at_the_end_do_not_block_the_first():
+    """VGG-A over 1 Gbit/s: most of FC6 (411 MB) is held back, and all convolutions' gradients travel in backward."""
+    planned = plan(models.vgg_a().layers, (3, 224, 224), 32, 8)
+    made = schedule.schedule(planned, 125e6)
+    check(planned, made)
+    held = [part for bundle in bundles(made)[1] for part in bundle]
+    assert {part.layer.split(".")[0] for part in held} == {"classifier"}
+    assert sum(part.bytes for part in held) > 200e6
+    weights = [part.layer for stage in made.update for bundle in stage.weights for part in bundle]
+    assert weights[0] == "features.0"
+
+
+def test_small_layers_share_an_exchange():
+    planned = plan([Linear(10, 10)] * 5, (10,), 8, 2)
+    made = schedule.schedule(planned)
+    assert [len(bundle) for bundle in bundles(made)[0]] == [5]
+    assert [len(bundle) for stage in made.update for bundle in stage.weights] == [5]
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_overlap_changes_no_bit(run_mpi, ranks):
+    result = run_mpi(ranks, "tests/mpi/overlap_cases.py", timeout=120)
+    assert f"same bits on {ranks} ranks with a communication thread" in result.stdout
