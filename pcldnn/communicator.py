@@ -165,13 +165,14 @@ class SerialCommunicator(Commands):
     def close(self):
         """Free what the communicator holds; the user's own communicator stays."""
 
-    def start_thread(self, cores=()):
+    def start_thread(self, reserve=0):
         """Hand all messages to a communication thread, beside compute; kept until `close`.
 
         Parameters
         ----------
-        cores : set of int
-            Reserved for it. Empty: it runs on compute's cores, and sleeps there while it waits.
+        reserve : int
+            Cores to take away from the calling thread, and from those it starts later, for this one, which spins
+            there. 0: it runs on compute's cores, and sleeps there while it waits.
 
         Returns
         -------
@@ -321,20 +322,33 @@ class Communicator(SerialCommunicator):
         self._find_node()
         self.transport = self._choose_transport()
 
-    def start_thread(self, cores=()):
+    def start_thread(self, reserve=0):
         """See `SerialCommunicator.start_thread`."""
         if self.size == 1:
-            return super().start_thread(cores)
+            return super().start_thread(reserve)
         if self.thread_level != "multiple":
             return (
                 f"exchanges block: MPI was started with thread level {self.thread_level}, a communication thread needs"
                 " MPI_THREAD_MULTIPLE (mpi4py's default)"
             )
         if self.thread is None:
-            self.thread = CommunicationThread(cores)
+            self.thread = CommunicationThread(self._reserve(reserve) if reserve else ())
         if self.thread.cores:
             return f"a communication thread on core {', '.join(map(str, sorted(self.thread.cores)))}"
         return "a communication thread on compute's cores"
+
+    def _reserve(self, count):
+        """Leave the last cores to the communication threads of all ranks that share them; this rank's are returned."""
+        cores = sorted(os.sched_getaffinity(0))
+        left = len(cores) - count * self.ranks_sharing_cores
+        if left < 1:
+            raise ValueError(
+                f"reserve: got {count} cores for each of {self.ranks_sharing_cores} ranks, wanted fewer than the"
+                f" {len(cores)} cores on which they compute"
+            )
+        os.sched_setaffinity(0, cores[:left])
+        first = left + count * self._sharing_index
+        return cores[first : first + count]
 
     def _choose_transport(self):
         """Shared memory where all ranks can, else messages; returns the choice in words."""
@@ -371,7 +385,9 @@ class Communicator(SerialCommunicator):
         self.node_rank = node.rank
         self.node_size = node.size
         self.node_cores = len(set().union(*masks))
-        self.ranks_sharing_cores = sum(not masks[node.rank].isdisjoint(mask) for mask in masks)
+        sharing = [not masks[node.rank].isdisjoint(mask) for mask in masks]
+        self.ranks_sharing_cores = sum(sharing)
+        self._sharing_index = sum(sharing[: node.rank])
         self._node = node.bcast(self.rank)  # a node is known by its first rank
         node.Free()
         self.nodes = int(self.allreduce_sum(np.array([self.node_rank == 0], np.int64))[0])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcldnn.plan import FLOAT, Plan
+from pcldnn.plan import Plan
 
 PIECE = 4 << 20  # [byte] of a whole array
 FUSE = 256 << 10  # [byte]

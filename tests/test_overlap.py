@@ -1,5 +1,6 @@
 """The communication thread, the schedule of exchanges, and that neither changes a bit of what is learnt."""
 
+import itertools
 import threading
 import time
 
@@ -93,7 +94,7 @@ def check(planned, made):
 @given(st.lists(st.integers(1, 3000), min_size=2, max_size=8), st.integers(2, 9), st.floats(1e3, 1e12))
 @settings(max_examples=60, deadline=None)
 def test_any_schedule_is_complete_and_in_order(widths, ranks, bandwidth):
-    layers = [part for pair in zip(widths, widths[1:]) for part in (Linear(*pair), Sigmoid())]
+    layers = [part for pair in itertools.pairwise(widths) for part in (Linear(*pair), Sigmoid())]
     planned = plan(layers, (widths[0],), 64, ranks)
     for rate in (bandwidth, float("inf")):
         made = schedule.schedule(planned, rate)
@@ -128,3 +129,36 @@ def test_small_layers_share_an_exchange():
 def test_overlap_changes_no_bit(run_mpi, ranks):
     result = run_mpi(ranks, "tests/mpi/overlap_cases.py", timeout=120)
     assert f"same bits on {ranks} ranks with a communication thread" in result.stdout
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+PHASES = ("forward", "weight_grad", "input_grad", "update", "reduce_scatter", "allgather")
+FAULTS = "tests/mpi/overlap_faults.py"
+
+
+@pytest.mark.parametrize(("shared", "phase"), [("1", phase) for phase in PHASES] + [("0", "reduce_scatter")])
+def test_an_error_at_any_phase_ends_the_job(run_mpi, shared, phase):
+    result = run_mpi(2, [FAULTS, "raise", phase], timeout=90, env={"PCLDNN_SHM": shared}, check=False)
+    assert result.returncode != 0, result.output
+    assert "reached the end" not in result.stdout, result.output
+    assert result.stderr.count("Traceback (most recent call last)") == 1, result.output
+    assert "pcldnn: rank 1 of 2" in result.stderr, result.output
+    assert "ValueError: boom" in result.stderr, result.output
+    if phase in ("update", "reduce_scatter", "allgather"):
+        assert f"in {phase} of" in result.stderr, result.output
+        assert "thread 'communication'" in result.stderr, result.output
+
+
+@pytest.mark.parametrize("phase", ["weight_grad", "allgather"])
+def test_a_killed_rank_ends_the_job(run_mpi, phase):
+    result = run_mpi(2, [FAULTS, "kill", phase], timeout=90, check=False)
+    assert result.returncode != 0, result.output
+    assert "reached the end" not in result.stdout, result.output
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_stalled_rank_is_waited_for(run_mpi, shared):
+    result = run_mpi(3, [FAULTS, "stall", ",".join(PHASES)], timeout=90, env={"PCLDNN_SHM": shared})
+    assert result.stdout.count("reached the end") == 3, result.output
+    assert result.stdout.count("fails at") == len(PHASES), result.output
