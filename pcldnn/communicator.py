@@ -36,7 +36,7 @@ from .transfer import Direct, piece_spans
 # int.
 MAX_COUNT = 2**28
 PIECE = 2**22  # elements of a float array that travel at a time; bounds the memory for what is received
-_PROBE = 2**18  # elements of the exchange that measures the bandwidth
+_PROBE = 2**20  # elements of the exchange that measures the bandwidth
 
 
 class NoMPIError(RuntimeError):
@@ -447,7 +447,7 @@ class Communicator(SerialCommunicator):
                 self.allgather(buffer, shares)
                 times.append(time.perf_counter() - start)
             moved = buffer.nbytes * (self.size - 1) / self.size
-            self._bandwidth = self.broadcast(moved / min(times))
+            self._bandwidth = self.broadcast(moved / sorted(times)[1])
         return self._bandwidth or float("inf")
 
     @on_thread
