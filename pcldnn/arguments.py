@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 
 from pcldnn.checkpoint import CollectiveReader
+from pcldnn.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Job:
 
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
 SETTINGS = ("data", "synthetic", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
-            "lr_schedule", "lr_every", "lr_factor", "lr_power", "momentum", "weight_decay", "dropout", "seed")
-_EVERYWHERE = {"synthetic": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1,
+            "lr_schedule", "lr_every", "lr_factor", "lr_power", "momentum", "weight_decay", "dropout", "seed", "exact")
+_EVERYWHERE = {"synthetic": False, "exact": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1,
                "lr_power": 1.0}
 
 _EXAMPLES = """\
@@ -59,7 +60,8 @@ files:
   is. It is written by rank 0 after each epoch, at the end, and when SIGTERM or SIGUSR1 stops the run; a run resumes on
   any number of ranks. --resume also takes a plain PyTorch state dict saved as safetensors: weights to start from.
   The metrics file has a JSON object a line: step, epoch, loss, images_per_s for each step (global values; steps and
-  epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1).
+  epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1);
+  with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run.
 
 exit code: 0 when training came to its end or was stopped by a signal, 1 after an error (a diverged loss, a checkpoint
 that could not be written, ranks that disagree), 2 for wrong flags.
@@ -92,16 +94,19 @@ def make_parser(job, prog=None):
 
 
 def _add_data(group, job):
-    embedded = "5,000 digits that come with pcldnn" if job.digits is not None else "none: --data or --synthetic is needed"
-    group.add_argument("--data", metavar="DIR|FILE", help=f"images or arrays to train on, see below (default: {embedded})")
+    embedded = "5,000 digits that come with pcldnn"
+    if job.digits is None:
+        embedded = "none: --data or --synthetic is needed"
+    group.add_argument("--data", metavar="DIR|FILE",
+                       help=f"images or arrays to train on, see below (default: {embedded})")
     group.add_argument("--synthetic", action="store_true", default=None,
                        help="made-up data of any size: to try and to time things, no files needed")
     group.add_argument("--classes", type=_integer(1), metavar="N",
                        help=f"number of classes (default: that of the data; {job.classes} with --synthetic)")
     if job.image_size is not None:
         _add_images(group, job)
-    group.add_argument("--skip-damaged", action="store_true",
-                       help="replace a sample that cannot be read by another of its class, instead of stopping with its path")
+    group.add_argument("--skip-damaged", action="store_true", help=(
+        "replace a sample that cannot be read by another of its class, instead of stopping with its path"))
     group.add_argument("--data-threads", type=_integer(0), default=2, metavar="N",
                        help="threads of each rank that read and decode ahead (default %(default)s)")
     group.add_argument("--no-validation", action="store_true", help="do not evaluate")
@@ -114,8 +119,8 @@ def _add_images(group, job):
     group.add_argument("--scale", type=_integer(1), nargs=2, metavar=("LOW", "HIGH"), help=(
         "scale jitter: the shorter side is resized to a random length in this range before the random crop [pixel] "
         "(default for a folder: 8/7 to 12/7 of the image size, 256 384 for 224)"))
-    group.add_argument("--mirror", action=argparse.BooleanOptionalAction,
-                       help="flip every other image, at random, left to right (default: folders yes, digits and arrays no)")
+    group.add_argument("--mirror", action=argparse.BooleanOptionalAction, help=(
+        "flip every other image, at random, left to right (default: folders yes, digits and arrays no)"))
     group.add_argument("--shift", type=_integer(0), metavar="N",
                        help="random shift of images that are not resized [pixel] (default: digits 2, else 0)")
 
@@ -151,6 +156,15 @@ def _add_running(group):
         "while it waits (default: 1 from 8 cores a rank on)"))
     group.add_argument("--no-overlap", action="store_true",
                        help="exchange between compute, not beside it (the same result, to see what overlap is worth)")
+    group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
+        "spread fully connected layers over D groups of M ranks, D times M being all ranks: each group takes a part of "
+        "the minibatch, each rank of it a part of the layer's weights. LAYER is a layer's name, fc6, fc7, ... (fc1, ... "
+        "in a network without convolutions), or fc for all (default: what sends the fewest bytes)"))
+    group.add_argument("--exact", action="store_true", default=None, help=(
+        "weights that are the same to the last bit on any number of ranks and threads and for any partition; slower"))
+    group.add_argument("--digest-interval", type=_integer(1), metavar="N", help=(
+        "steps between SHA-256 digests of weights and momentum in the metrics file (default: --log-interval with "
+        "--exact, else none)"))
     group.add_argument("--single-process", action="store_true",
                        help="train in this process alone, without MPI, whatever the launcher says")
     group.add_argument("--checkpoint", metavar="FILE", help="write checkpoints here")
@@ -164,6 +178,20 @@ def _add_running(group):
                        help="print time, flop/s, share of peak and bytes/s by layer and pass at the end")
     group.add_argument("--log-interval", type=_integer(1), default=10, metavar="N",
                        help="steps between printed lines (default %(default)s)")
+
+
+def partitions(text):
+    """``fc6=2x4,fc7=1x8`` as a dict of Partition."""
+    found = {}
+    for entry in text.split(","):
+        layer, equals, grid = entry.partition("=")
+        if not (layer and equals):
+            raise argparse.ArgumentTypeError(f"{entry!r}, wanted LAYER=DxM, such as fc6=2x4")
+        try:
+            found[layer] = Partition.parse(grid)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return found
 
 
 def _integer(least):

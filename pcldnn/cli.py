@@ -2,12 +2,16 @@
 import argparse
 import os
 import platform
+import runpy
 import sys
 
 from pcldnn import __version__, _kernels, models
 from pcldnn._kernels.isa import compiled_for
+from pcldnn.arguments import partitions
+from pcldnn.checkpoint import CheckpointError
 from pcldnn.communicator import mpi_information
 from pcldnn.machine import Machine, cache_sizes, threads_per_rank
+from pcldnn.replay import replay
 
 NETWORKS = {
     "vgg_a": (models.vgg_a, 224, (3, None, None)),
@@ -21,14 +25,14 @@ def main(argv=None):
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except ValueError as error:
+    except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m pcldnn", description=(
-        "pcldnn: synchronous SGD for deep networks on clusters of CPUs. Training is started by the scripts in scripts/."))
+        "pcldnn: synchronous SGD for deep networks on clusters of CPUs. The scripts in scripts/ start training."))
     parser.add_argument("--version", action="version", version=f"pcldnn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -38,20 +42,47 @@ def _parser():
 
     plan = commands.add_parser(
         "plan", help="shapes, parameters, flop and memory of a network on a number of ranks",
-        description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. Nothing is "
-                    "allocated and no MPI is started, so any number of ranks can be asked for.",
+        description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. "
+                    "Nothing is allocated and no MPI is started, so any number of ranks can be asked for.",
         epilog="example: python -m pcldnn plan vgg_a --minibatch 256 --ranks 64")
     plan.add_argument("network", choices=NETWORKS)
     plan.add_argument("--minibatch", type=int, default=32, metavar="N",
                       help="images per step over all ranks (default %(default)s)")
     plan.add_argument("--ranks", type=int, default=1, metavar="N", help="MPI ranks (default %(default)s)")
-    plan.add_argument("--threads", type=int, metavar="N", help="compute threads of a rank (default: those of one rank here)")
-    plan.add_argument("--image-size", type=int, metavar="N", help="side of the input [pixel] (default: the network's own)")
+    plan.add_argument("--threads", type=int, metavar="N",
+                      help="compute threads of a rank (default: those of one rank here)")
+    plan.add_argument("--image-size", type=int, metavar="N",
+                      help="side of the input [pixel] (default: the network's own)")
     plan.add_argument("--channels", type=int, metavar="N", help="channels of the input (default 3)")
     plan.add_argument("--classes", type=int, metavar="N", help="number of outputs (default: the network's own)")
+    plan.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...",
+                      help="grids of fully connected layers, as for the training scripts (default: what sends least)")
+    plan.add_argument("--exact", action="store_true", help="plan exact mode: the same bits on any number of ranks")
     plan.add_argument("--inference", action="store_true", help="forward passes only")
     plan.set_defaults(run=_plan)
+
+    replay = commands.add_parser(
+        "replay", help="compute steps of a recorded run again and find the first that differs",
+        description="Compute steps of a run again, on one rank, from one of its checkpoints, and compare with the digests in "
+                    "its metrics file: the run must have been made with --exact (or --digest-interval). Exit code 1 if "
+                    "something differs; the first step and layer are named.",
+        epilog="example: python -m pcldnn replay scripts/train_vgg.py step100.safetensors run.jsonl --steps 20")
+    replay.add_argument("script", help="the training script that made the run")
+    replay.add_argument("checkpoint", help="where to start")
+    replay.add_argument("metrics", help="the run's metrics file")
+    replay.add_argument("--steps", type=int, metavar="N", help="at most so many (default: as far as there are digests)")
+    replay.add_argument("--threads", type=int, metavar="N", help="compute threads")
+    replay.set_defaults(run=_replay)
     return parser
+
+
+def _replay(args):
+    job = runpy.run_path(args.script).get("JOB")
+    if job is None:
+        raise ValueError(f"script: {args.script!r} defines no JOB, as the training scripts of pcldnn do")
+    found = replay(job, args.checkpoint, args.metrics, args.steps, args.threads)
+    print(found)
+    return 0 if found.step is None else 1
 
 
 def _info(args):
@@ -100,5 +131,6 @@ def _plan(args):
     if args.classes:
         options["classes" if shape is None else "num_classes"] = args.classes
     threads = args.threads or threads_per_rank(1)[0]
-    print(build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference))
+    print(build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,
+                                partitions=args.partition, exact=args.exact))
     return 0

@@ -160,11 +160,23 @@ class Commands:
 
     Attributes
     ----------
-    thread : CommunicationThread or None
-        None: commands run at once, in the thread that starts them.
+    parent : communicator or None
+        The one of which this one is a part. They share a thread, and so one order of commands.
     """
 
-    thread = None
+    parent = None
+    _thread = None
+
+    @property
+    def thread(self):
+        """The CommunicationThread; None: commands run at once, in the thread that starts them."""
+        return self._thread if self.parent is None else self.parent.thread
+
+    def stop_thread(self):
+        """Wait for all commands and end the thread, if this communicator has started one."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.close()
 
     @property
     def has_thread(self):

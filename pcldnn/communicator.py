@@ -37,6 +37,7 @@ from .transfer import Direct, piece_spans
 MAX_COUNT = 2**28
 PIECE = 2**22  # elements of a float array that travel at a time; bounds the memory for what is received
 _PROBE = 2**20  # elements of the exchange that measures the bandwidth
+_EXCHANGE_TAG = 7
 
 
 class NoMPIError(RuntimeError):
@@ -148,6 +149,7 @@ class SerialCommunicator(Commands):
 
     def __init__(self, note=""):
         self.note = note
+        self._grids = {}
         self.node_cores = len(os.sched_getaffinity(0))
 
     def __repr__(self):
@@ -214,6 +216,48 @@ class SerialCommunicator(Commands):
         The adjoint of `reduce_scatter`; arguments as there.  OUT: all of `buffer`.
         """
         _check_shares(buffer, shares, self.size)
+
+    def exchange(self, sends, receives):
+        """Send arrays to ranks and receive arrays from ranks, all at once.
+
+        Parameters
+        ----------
+        sends, receives : list of list of ndarray, float32 or float64, contiguous
+            One list a rank. What rank r lists for rank s arrives in what s lists for r, array by array: their
+            sizes must be the same on both sides. An array that is empty does not travel.
+        """
+        _check_exchange(sends, receives, self.size)
+        for source, target in zip(sends[self.rank], receives[self.rank], strict=True):
+            target.reshape(-1)[:] = source.reshape(-1)
+
+    def split(self, color):
+        """The communicator of the ranks with the same integer `color`, in their order here; `close` frees it, too."""
+        return SerialCommunicator()
+
+    def grid(self, partition):
+        """The data and the model communicator of this rank in a grid of ranks; made once, kept until `close`.
+
+        Parameters
+        ----------
+        partition : Partition
+            With as many ranks as this communicator.
+
+        Returns
+        -------
+        data : communicator
+            Of the ranks that hold the same part of the weights: gradients are added over them.
+        model : communicator
+            Of the ranks of this rank's group: activations travel between them.
+        """
+        if partition.ranks != self.size:
+            raise ValueError(f"partition: got {partition}, wanted data times model = {self.size}, the number of ranks")
+        if partition not in self._grids:
+            group, member = partition.place(self.rank)
+            alone = SerialCommunicator()
+            data = self if partition.model == 1 else alone if partition.data == 1 else self.split(member)
+            model = self if partition.data == 1 else alone if partition.model == 1 else self.split(group)
+            self._grids[partition] = data, model
+        return self._grids[partition]
 
     def allreduce_sum(self, array):
         """Add `array` (a small ndarray of numbers) over the ranks, in place; returns it."""
@@ -311,6 +355,7 @@ class Communicator(SerialCommunicator):
         self._comm = comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)  # errors become exceptions
         self._channel = Channel(MPI, comm.Dup()) if MPI.COMM_WORLD.size > 1 else None
+        self._parts = []
         self.max_count = max_count
         self.rank = comm.rank
         self.size = comm.size
@@ -332,7 +377,7 @@ class Communicator(SerialCommunicator):
                 " MPI_THREAD_MULTIPLE (mpi4py's default)"
             )
         if self.thread is None:
-            self.thread = CommunicationThread(self._reserve(reserve) if reserve else ())
+            self._thread = CommunicationThread(self._reserve(reserve) if reserve else ())
         if self.thread.cores:
             return f"a communication thread on core {', '.join(map(str, sorted(self.thread.cores)))}"
         return "a communication thread on compute's cores"
@@ -396,9 +441,10 @@ class Communicator(SerialCommunicator):
         """Free the duplicates (collective); a second call does nothing."""
         if self._MPI.Is_finalized():
             return
-        if self.thread is not None:
-            thread, self.thread = self.thread, None
-            thread.close()
+        self.stop_thread()
+        for part in self._parts:
+            part.close()
+        self._parts, self._grids = [], {}
         for comm in (self._comm, self._channel and self._channel.comm):
             if comm:
                 comm.Free()
@@ -449,6 +495,30 @@ class Communicator(SerialCommunicator):
             moved = buffer.nbytes * (self.size - 1) / self.size
             self._bandwidth = self.broadcast(moved / sorted(times)[1])
         return self._bandwidth or float("inf")
+
+    @on_thread
+    def exchange(self, sends, receives):
+        """Arrays between ranks; see `SerialCommunicator.exchange`."""
+        super().exchange(sends, receives)
+        # The peer at distance 1 first, then at distance 2, ...: not all ranks at the same one.
+        order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        requests = [self._comm.Irecv(piece, peer, _EXCHANGE_TAG) for peer in reversed(order)
+                    for piece in _pieces(receives[peer], self.max_count)]  # fmt: skip
+        requests += [self._comm.Isend(piece, peer, _EXCHANGE_TAG) for peer in order
+                     for piece in _pieces(sends[peer], self.max_count)]  # fmt: skip
+        self._wait_for(lambda: self._MPI.Request.Testall(requests))
+
+    @on_thread
+    def split(self, color):
+        """A communicator of some of the ranks; see `SerialCommunicator.split`. Collective over all."""
+        comm = self._comm.Split(color, self.rank)
+        try:
+            part = Communicator(comm, self.max_count)
+        finally:
+            comm.Free()
+        part.parent = self  # one thread for all, and one order of commands
+        self._parts.append(part)
+        return part
 
     @on_thread
     def allreduce_sum(self, array):
@@ -562,6 +632,14 @@ def segments(shares, limit):
         yield begin, end, np.diff(inside).tolist()
 
 
+def _pieces(arrays, limit):
+    """The arrays, flat, in messages of at most `limit` elements."""
+    for array in arrays:
+        flat = array.reshape(-1)
+        for begin in range(0, flat.size, limit):
+            yield flat[begin : begin + limit]
+
+
 def _texts(description):
     for name, value in description.items():
         if isinstance(value, np.ndarray):
@@ -580,6 +658,15 @@ def _check_shares(buffer, shares, size):
         raise ValueError(
             f"shares: got {list(shares)} (sum {sum(shares)}), wanted counts >= 0 that sum to {buffer.size}"
         )
+
+
+def _check_exchange(sends, receives, size):
+    for name, lists in (("sends", sends), ("receives", receives)):
+        if len(lists) != size:
+            raise ValueError(f"{name}: got {len(lists)} lists, wanted one for each of the {size} ranks")
+        wrong = [array for arrays in lists for array in arrays if not array.flags.c_contiguous]
+        if wrong:
+            raise ValueError(f"{name}: got {_shape(wrong[0])}, wanted contiguous arrays")
 
 
 def _check_small(array):

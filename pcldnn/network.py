@@ -12,20 +12,23 @@ computes is in layers/. Here the plan's arrays are allocated, once, and the call
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
+from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit, draw_parameters, glorot_std
+from pcldnn.layers.base import Memory, StepContext, Unit
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
 from pcldnn.overlap import Overlap
-from pcldnn.partition import bounds
+from pcldnn.partition import bounds, shares
 from pcldnn.plan import Plan, name_layers, plan
 from pcldnn.trace import clock
+from pcldnn.units import Placement
+from pcldnn.weights import Weights
 
-LAST_GAIN = 0.1  # weights without an activation behind them, the class scores': see Network.initialize
 INFERENCE_IMAGES = 32  # in one piece, when a network is used without `prepare`
 
 
@@ -52,10 +55,10 @@ class Network:
         self.input_shape = tuple(input_shape)
         self.loss = loss or CrossEntropyLoss()
         self.seed = _check_seed(seed)
-        self.communicator = None
+        self.communicator = SerialCommunicator()
         self.prepared: Plan | None = None  # the plan that runs
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
-        self._parameters: dict[str, np.ndarray] | None = None
+        self._weights = Weights(self._outline)
         self._units: list[Unit] = []
         self._overlap: Overlap | None = None  # exchanges under way, on several ranks
         self.trace = None  # a Trace to which calls and waits are added
@@ -92,11 +95,29 @@ class Network:
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for."""
+        """The flat, blocked array of each layer that has weights; drawn from `seed` when first asked for.
+
+        Of a layer that is split, this rank's part.
+        """
         self.finish()
-        if self._parameters is None:
+        if not self._weights.flat:
             self.initialize(self.seed)
-        return self._parameters
+        return self._weights.flat
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold parts of some layer, by its Partition.
+
+        Then `forward`, `state_dict` and `gradients` are collective: every rank calls them. `join` ends it.
+        """
+        return self._weights.is_split
+
+    def join(self) -> None:
+        """Hold all weights on every rank again; collective. A split network must be prepared anew to train on."""
+        self.finish()
+        if self.is_split:
+            self._weights.place({})
+            self.prepared, self._units, self._step, self._overlap = None, [], None, None
 
     def initialize(self, seed: int) -> None:
         """Draw all weights: the same for every rank, SIMD width and number of ranks.
@@ -109,73 +130,38 @@ class Network:
         """
         self.seed = _check_seed(seed)
         self.finish()
-        self._allocate_parameters()
-        for layer in self._learning():
-            values = draw_parameters(layer.parameters, self._weight_std(layer.index), seed, layer.index)
-            layer.to_flat(values, self._parameters[layer.name])
+        self._weights.draw(self.layers, seed)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights in logical order under PyTorch's names: "features.0.weight" is (K, C, R, S)."""
-        return self._to_logical(self.parameters)
+        return {name: value for layer in self.state_by_layer() for name, value in layer.items()}
+
+    def state_by_layer(self) -> Iterator[dict[str, np.ndarray]]:
+        """The same a layer at a time."""
+        yield from self._weights.logical(self.parameters)
 
     def load_state_dict(self, values: dict) -> None:
         """Set all weights from logical arrays, as `state_dict` gives them.
 
         Raises ValueError, before anything is changed, when one is missing, unknown or of the wrong shape or dtype.
         """
-        checked = self._check_logical(values)
         self.finish()
-        self._allocate_parameters()
-        for layer in self._learning():
-            layer.to_flat(_of_layer(checked, layer), self._parameters[layer.name])
+        self._weights.load(values)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard; collective."""
+        self._training_plan("gradients")
         if self._overlap:
             self._overlap.finish_gradients()
-        return self._to_logical({unit.name: unit.gradients for unit in self._units if unit.plan.weight_grad})
-
-    def _learning(self) -> list[LayerPlan]:
-        return [layer for layer in self._outline.layers if layer.parameters]
-
-    def _allocate_parameters(self) -> None:
-        if self._parameters is None:
-            self._parameters = {layer.name: aligned_zeros(layer.parameter_size) for layer in self._learning()}
-
-    def _weight_std(self, index: int):
-        """The rule for the spread of a layer's weights, from the layers between it and its neighbours with weights."""
-        learning = {layer.index for layer in self._learning()}
-        gain = 1.0
-        for before in reversed(range(index)):
-            if before in learning:
-                break
-            gain /= sqrt(self.layers[before][1].spread)
-        for behind in range(index + 1, len(self.layers)):
-            if behind in learning:
-                break
-            rule = self.layers[behind][1].weight_std
-            if rule:
-                return lambda fan_in, fan_out: gain * rule(fan_in, fan_out)
-        return lambda fan_in, fan_out: LAST_GAIN * gain * glorot_std(fan_in, fan_out)
-
-    def _to_logical(self, flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {
-            f"{layer.name}.{name}": value
-            for layer in self._learning()
-            for name, value in layer.from_flat(flat[layer.name]).items()
-        }
-
-    def _check_logical(self, values: dict) -> dict[str, np.ndarray]:
-        shapes = {f"{layer.name}.{p.name}": p.shape for layer in self._learning() for p in layer.parameters}
-        missing = sorted(set(shapes) - set(values))
-        unknown = sorted(set(values) - set(shapes))
-        if missing or unknown:
-            raise ValueError(f"state: missing {missing or 'nothing'}, not in this network {unknown or 'nothing'}")
-        return {name: as_float32(values[name], name, shape) for name, shape in shapes.items()}
+        flat = {unit.name: unit.gradients for unit in self._learning_units()}
+        return {name: value for layer in self._weights.logical(flat) for name, value in layer.items()}
 
     # --- preparation ---
 
-    def prepare(self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True) -> Plan:
+    def prepare(
+        self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True, *,
+        partitions: dict | None = None, exact: bool | int = False,
+    ) -> Plan:  # fmt: skip
         """Plan a run and allocate everything it needs. Collective.
 
         Parameters
@@ -188,26 +174,31 @@ class Network:
             Default: the cores of this rank (`machine.threads_per_rank`).
         training : bool
             False: only `forward` will be used.
+        partitions, exact
+            As for `plan.plan`. With several ranks large fully connected layers may be split even if no partition is
+            given: see `is_split`.
 
         Raises
         ------
         DisagreementError
             On all ranks, when they built different networks or run different SIMD widths.
         """
-        ranks, sharing = (communicator.size, communicator.ranks_sharing_cores) if communicator else (1, 1)
-        threads, _ = threads_per_rank(sharing, threads)
-        new = self.plan(minibatch, ranks, threads=threads, training=training)
+        communicator = communicator or SerialCommunicator()
+        threads, _ = threads_per_rank(communicator.ranks_sharing_cores, threads)
+        options = {"partitions": partitions, "exact": exact}
+        new = self.plan(minibatch, communicator.size, threads=threads, training=training, **options)
         if training:
             self.loss.check(new.output)
-        if communicator:
-            communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
+        communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
+        placements = {layer.name: Placement(layer, communicator) for layer in new.layers if layer.parameters}
+        self.finish()
+        self._weights.place(placements)
         self.communicator = communicator
         self.prepared = new
         self._allocate(new)
         return new
 
     def _allocate(self, new: Plan) -> None:
-        self.finish()
         self._units, self._step, self._overlap = [], None, None  # gives back what an earlier plan held
         arena = self._arena = aligned_zeros(new.arena_size)
         arrays = {
@@ -223,32 +214,41 @@ class Network:
         self._input = array("input", "output", new.input)
         self._output_grad = array("loss", "input_grad", new.output)
         self._losses = np.zeros(new.images)
-        self._parameters = {name: self._shareable(values) for name, values in self.parameters.items()}
+        if new.training:
+            self._share()
         for layer in new.layers:
+            placement = self._weights.placements.get(layer.name)
             memory = Memory(
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
-                gradients=self._shareable(np.zeros(layer.parameter_size, np.float32)) if layer.weight_grad else None,
-                scratch={p: arrays[layer.name, f"{p} scratch"] for p in PASSES if (layer.name, f"{p} scratch") in arrays},
+                gradients=placement.data.allocate(placement.part.parameter_size) if layer.weight_grad else None,
+                scratch={
+                    role.removesuffix(" scratch"): flat
+                    for (name, role), flat in arrays.items()
+                    if name == layer.name and role not in ("output", "input_grad")
+                },
             )
-            self._units.append(Unit(layer, memory, new.threads))
-        if new.messages:
+            self._units.append(
+                placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
+            )
+        if new.training and new.ranks > 1:
             bandwidth = self.communicator.bandwidth() if self.communicator.has_thread else float("inf")
-            self._overlap = Overlap(new, self._units, self.communicator, bandwidth, self.trace)
+            placements = self._weights.placements
+            self._overlap = Overlap(new, self._units, placements, self.communicator, bandwidth, self.trace)
 
-    def _shareable(self, values: np.ndarray) -> np.ndarray:
-        """The values in memory from which exchanges between ranks are fast; collective."""
-        if self.communicator is None or not self.prepared.training:
-            return values
-        array = self.communicator.allocate(values.size)
-        array[:] = values
-        return array
+    def _share(self) -> None:
+        """Move the weights to memory from which exchanges between ranks are fast; collective."""
+        for name, values in self.parameters.items():
+            data = self._weights.placements[name].data
+            if data.size > 1:
+                self._weights.flat[name] = data.allocate(values.size)
+                self._weights.flat[name][:] = values
 
     # --- passes ---
 
     def forward(self, images) -> np.ndarray:
-        """Outputs for any number of images, without dropout; not collective.
+        """Outputs for any number of images, without dropout; collective only when the network `is_split`.
 
         Parameters
         ----------
@@ -263,9 +263,11 @@ class Network:
             self.prepare(INFERENCE_IMAGES, training=False)
         running, self._step = self.prepared, None
         outputs = np.empty((len(images), *running.output.logical_shape), np.float32)
-        for start in range(0, len(images), running.images):
+        counts = self.communicator.allgather_object(len(images)) if self.is_split else [len(images)]
+        for start in range(0, max(counts), running.images):
             part = slice(start, start + running.images)
-            outputs[part] = unblock(self._forward(images[part], StepContext()), running.output, running.threads)
+            step = StepContext(counts=tuple(min(max(count - start, 0), running.images) for count in counts))
+            outputs[part] = unblock(self._forward(images[part], step), running.output, running.threads)
         return outputs
 
     def forward_loss(
@@ -309,8 +311,10 @@ class Network:
                 f"images: got {count} in a step of global_count {total}, wanted at most {running.images} "
                 f"(prepared for a minibatch of {running.minibatch} on {running.ranks} ranks)"
             )
+        counts = self._image_counts(count, total)
         self._step = None
-        step = StepContext(True, self.seed, epoch, sample_ids)
+        pieces = shares(total, running.pieces) if running.pieces else ()
+        step = StepContext(True, self.seed, epoch, sample_ids, counts, pieces)
         logits = self._forward(images, step)
         losses, gradient = self._losses[:count], self._output_grad[:count]
         start = clock()
@@ -318,7 +322,31 @@ class Network:
         if self.trace is not None:
             self.trace.compute("loss", "loss", start, 2 * gradient.nbytes)
         self._step = step
-        return float(losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+        self.piece_losses = self._sum_losses(losses, step)
+        return float(self.piece_losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+
+    def _image_counts(self, count: int, total: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `total`. Where ranks work on each other's images, the rule must hold."""
+        running = self.prepared
+        counts = running.image_shares(total)
+        wanted = counts[self.communicator.rank]
+        if (self.is_split or running.pieces) and count != wanted:
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
+                f"{running.ranks}, wanted {wanted} (grid.image_shares: a layer is split, or sums are exact)"
+            )
+        return counts
+
+    def _sum_losses(self, losses: np.ndarray, step: StepContext) -> np.ndarray:
+        """Sums of this rank's losses, by pieces of the whole minibatch (one piece, if not in exact mode).
+
+        Other ranks' pieces are zero, so adding the arrays of all ranks is exact.
+        """
+        if not step.piece_counts:
+            return np.array([losses.sum()])
+        ends = np.cumsum([0, *step.piece_counts]) - bounds(step.counts, self.communicator.rank)[0]
+        inside = np.clip(ends, 0, len(losses))
+        return np.array([losses[start:stop].sum() for start, stop in pairwise(inside)])
 
     def backward(self) -> None:
         """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
@@ -341,22 +369,23 @@ class Network:
         next forward pass, or whatever else needs the weights, waits for them (`finish`).
         """
         running = self._training_plan("update")
-        units = {unit.name: unit for unit in self._units if unit.plan.weight_grad}
+        exchanged = self._overlap.layers if self._overlap else ()
+        units = {unit.name: unit for unit in self._learning_units()}
 
         def change(name):
-            unit, own = units[name], slice(*self._owned(units[name].plan))
+            unit, own = units[name], self._weights.placements[name].own
             # Beside compute's threads the communication thread is one more, not a team.
-            threads = 1 if self._overlap and self.communicator.has_thread else running.threads
+            threads = 1 if name in exchanged and self.communicator.has_thread else running.threads
             optimizer.update(name, unit.parameters[own], unit.gradients[own], epoch, threads)
 
         if self._overlap:
             self._overlap.update(change)
-        else:
-            for name, unit in units.items():
+        for unit in units.values():
+            if unit.name not in exchanged:
                 start = clock()
-                change(name)
+                change(unit.name)
                 if self.trace is not None:
-                    self.trace.compute("update", name, start, 5 * unit.gradients.nbytes)
+                    self.trace.compute("update", unit.name, start, 5 * unit.gradients.nbytes)
 
     def start_sum(self, array: np.ndarray):
         """Begin to add a small array of numbers over the ranks, beside compute. Collective.
@@ -394,40 +423,29 @@ class Network:
         if self.trace is not None:
             made, share = getattr(unit.plan, pass_name), len(arguments[0]) / unit.plan.images
             self.trace.compute(pass_name, unit.name, start, made.bytes * share, made.flop * share)
-        if self._overlap and pass_name == "weight_grad":
+        if pass_name == "weight_grad" and self._overlap:
             self._overlap.gradients_ready(unit.name)
+        elif pass_name == "weight_grad":
+            self._weights.placements[unit.name].reduce(unit)
         return result
 
-    # --- several ranks ---
+    def _learning_units(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.plan.weight_grad]
 
-    def _owned(self, layer: LayerPlan) -> tuple[int, int]:
-        """Start and stop of this rank's shard of a layer's flat array."""
-        return bounds(self.prepared.shards(layer), self.communicator.rank if self.communicator else 0)
+    def gather_shards(self, shards: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective.
 
-    def gather_shards(self, shards: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective."""
+        Yields a layer at a time, so that a rank never holds the whole; all ranks advance together.
+        """
         self._training_plan("gather_shards")
         self.finish()
-        logical = {}
-        for layer in self._learning():
-            flat = aligned_zeros(layer.parameter_size)
-            flat[slice(*self._owned(layer))] = shards[layer.name]
-            if self.prepared.ranks > 1:
-                self.communicator.allgather(flat, self.prepared.shards(layer))
-            logical |= {f"{layer.name}.{name}": value for name, value in layer.from_flat(flat).items()}
-        return logical
+        yield from self._weights.gather_shards(shards)
 
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
         self._training_plan("cut_shards")
         self.finish()
-        checked = self._check_logical(logical)
-        shards = {}
-        for layer in self._learning():
-            flat = aligned_zeros(layer.parameter_size)
-            layer.to_flat(_of_layer(checked, layer), flat)
-            shards[layer.name] = flat[slice(*self._owned(layer))].copy()
-        return shards
+        return self._weights.cut_shards(logical)
 
     # --- checks ---
 
@@ -435,21 +453,21 @@ class Network:
         """Name of the first layer with a NaN or an infinity in its weights or outputs, else in its gradients.
 
         For use after a loss that is not finite, before `update`: the step's forward pass is run again from its kept
-        input ("input" is the answer when that is at fault). None when all is finite. Not collective.
+        input ("input" is the answer when that is at fault). None when all is finite. Collective only when the network
+        `is_split`.
         """
         step = self._started("find_nonfinite")
         self.finish()
         x = self._input[: len(step.sample_ids)]
-        if not _finite(x):
-            return "input"
+        found = [] if _finite(x) else ["input"]
         for unit in self._units:
-            if unit.plan.parameters and not _finite(unit.parameters):
-                return unit.name
+            if found and not self.is_split:
+                break
             x = self._run(unit, "forward", x, step)
-            if not _finite(x):
-                return unit.name
-        with_gradients = [unit for unit in reversed(self._units) if unit.plan.weight_grad]
-        return next((unit.name for unit in with_gradients if not _finite(unit.gradients)), None)
+            if not _finite(x) or (unit.plan.parameters and not _finite(unit.parameters)):
+                found.append(unit.name)
+        found += [unit.name for unit in reversed(self._learning_units()) if not _finite(unit.gradients)]
+        return found[0] if found else None
 
     def _check_images(self, images) -> np.ndarray:
         images = np.asarray(images)
@@ -468,11 +486,6 @@ class Network:
         return self._step
 
 
-def _of_layer(values: dict[str, np.ndarray], layer: LayerPlan) -> dict[str, np.ndarray]:
-    """The parameters of one layer, under their own names."""
-    return {parameter.name: values[f"{layer.name}.{parameter.name}"] for parameter in layer.parameters}
-
-
 def _check_seed(seed: int) -> int:
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed: got {seed}, wanted 0 <= seed < 2**32")
@@ -481,4 +494,5 @@ def _check_seed(seed: int) -> int:
 
 def _finite(array: np.ndarray) -> bool:
     """Whether all numbers are finite: their sum in float64 is, exactly then (float32 cannot overflow it)."""
-    return bool(np.isfinite(array.sum(dtype=np.float64)))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return bool(np.isfinite(array.sum(dtype=np.float64)))

@@ -6,6 +6,7 @@ the shard of each layer that it owns, and momentum exists only there (owner-comp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import floor
 
@@ -127,12 +128,20 @@ class SGD:
             weights, gradients, velocity, self.lr(epoch), self.momentum, self.weight_decay, num_threads
         )
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is momentum to keep: none before the first update."""
+        return bool(self.momentum and self._shards)
+
+    def state_by_layer(self, network) -> Iterator[dict[str, np.ndarray]]:
+        """Momentum of one layer after the other, logical, as "momentum.<weight's name>". Collective."""
+        if self.has_state:
+            for layer in network.gather_shards(self._shards):
+                yield {f"momentum.{name}": value for name, value in layer.items()}
+
     def state_dict(self, network) -> dict[str, np.ndarray]:
-        """Momentum of all weights, logical, as "momentum.<weight's name>"; empty without any. Collective."""
-        network.finish()  # updates may be under way
-        if not self.momentum or not self._shards:
-            return {}
-        return {f"momentum.{name}": value for name, value in network.gather_shards(self._shards).items()}
+        """Momentum of all weights; empty without any. Collective."""
+        return {name: value for layer in self.state_by_layer(network) for name, value in layer.items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray], network) -> None:
         """Take this rank's shard of what `state_dict` gave, on whatever number of ranks that was."""

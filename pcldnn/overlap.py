@@ -18,6 +18,8 @@ class Overlap:
     ----------
     plan : Plan
     units : list of Unit
+    placements : dict of str to Placement
+        Of the layers that learn.
     communicator : Communicator
     bandwidth : float
         See `schedule.schedule`.
@@ -25,22 +27,32 @@ class Overlap:
         Gets an event for each command and each wait.
     """
 
-    def __init__(self, plan, units, communicator, bandwidth=float("inf"), trace=None):
+    def __init__(self, plan, units, placements, communicator, bandwidth=float("inf"), trace=None):
         self.schedule = schedule(plan, bandwidth)
         self.trace = trace
         self._communicator = communicator
         self._units = {unit.name: unit for unit in units}
-        self._shards = {unit.name: plan.shards(unit.plan) for unit in units if unit.plan.weight_grad}
+        self._placements = placements
+        self._exact = bool(plan.pieces)
         self._gradients = {}  # layer -> the last Request that needs its gradients
         self._weights = {}  # layer -> the last Request that brings its weights
         self._held = set()  # bundles of gradients not submitted yet
 
+    @property
+    def layers(self):
+        """Names of the layers whose weights are exchanged."""
+        return {name for stage in self.schedule.update for name in stage.layers}
+
     def begin_backward(self):
         """A new backward pass begins."""
-        self._held = {bundle for stage in self.schedule.update for bundle in stage.gradients}
+        held = () if self._exact else self.schedule.update
+        self._held = {bundle for stage in held for bundle in stage.gradients}
 
     def gradients_ready(self, layer):
         """The weight gradient of a layer is there: submit what the schedule has for this point."""
+        if self._exact:
+            self._reduce_exactly(layer)
+            return
         for bundle in self.schedule.backward.get(layer, ()):
             self._reduce(bundle)
 
@@ -52,7 +64,7 @@ class Overlap:
             for layer in stage.layers:
                 self._weights[layer] = self._start("update", (layer,), (0,), False, change, layer)
             for bundle in stage.weights:
-                request = self._start_parts("allgather", bundle, self._communicator.part_broadcast)
+                request = self._start_parts("allgather", bundle, "part_broadcast")
                 self._weights.update((part.layer, request) for part in bundle)
                 self._gradients.update((part.layer, request) for part in bundle)
 
@@ -96,17 +108,29 @@ class Overlap:
             self._reduce(bundle)
 
     def _reduce(self, bundle):
-        request = self._start_parts("reduce_scatter", bundle, self._communicator.part_reduce)
+        request = self._start_parts("reduce_scatter", bundle, "part_reduce")
         self._gradients.update((part.layer, request) for part in bundle)
 
-    def _start_parts(self, kind, bundle, function):
+    def _reduce_exactly(self, layer):
+        """Sums in tree order, at once: the partial sums lie in memory that the next pass needs."""
+        unit, placement = self._units[layer], self._placements[layer]
+        size = unit.gradients.nbytes
+        self._wait(self._start("reduce_scatter", (layer,), (size,), True, placement.reduce, unit), layer)
+
+    def _start_parts(self, kind, bundle, method):
         array = "gradients" if kind == "reduce_scatter" else "parameters"
-        parts = [
-            (getattr(self._units[part.layer], array), piece_spans(self._shards[part.layer], part.index, part.count))
-            for part in bundle
-        ]
+        exchanges = {}  # by the communicator of the layers: those of unlike Partition have unlike ones
+        for part in bundle:
+            placement = self._placements[part.layer]
+            spans = piece_spans(placement.shards, part.index, part.count)
+            exchanges.setdefault(placement.data, []).append((getattr(self._units[part.layer], array), spans))
+
+        def run():
+            for data, parts in exchanges.items():
+                getattr(data, method)(parts)
+
         layers, sizes = tuple(part.layer for part in bundle), tuple(part.bytes for part in bundle)
-        return self._start(kind, layers, sizes, True, function, parts)
+        return self._start(kind, layers, sizes, True, run)
 
     def _start(self, kind, layers, sizes, together, function, *arguments):
         """Submit a command that leaves an event in the trace."""

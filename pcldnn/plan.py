@@ -16,10 +16,19 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from pcldnn.grid import (
+    activation_messages,
+    check_exact,
+    choose_partition,
+    grid_arrays,
+    image_shares,
+    part_size,
+    resolve_partitions,
+)
 from pcldnn.layers.base import PASSES, Layer, LayerPlan
 from pcldnn.layout import ALIGNMENT, UNPADDED_CHANNELS, Layout
 from pcldnn.machine import Machine
-from pcldnn.partition import Partition, shard_sizes, shares
+from pcldnn.partition import Partition, shard_sizes
 
 FLOAT = 4  # [byte]
 
@@ -41,12 +50,18 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Message:
-    """One exchange of a layer's flat array between all ranks."""
+    """One exchange of a layer between ranks.
 
-    kind: str  # "reduce_scatter" of gradients (the paper's part-reduce) or "allgather" of weights (part-broadcast)
+    Of its flat array, between the ranks that hold the same part of the weights: "reduce_scatter" of gradients (the
+    paper's part-reduce), "allgather" of weights (part-broadcast). Of activations, between the ranks of a group:
+    "gather_inputs" and its adjoint "add_input_grads"; "to_images", outputs from slices of features of all images to
+    all features of a rank's own, and its adjoint "to_slices".
+    """
+
+    kind: str
     index: int  # of the layer, as LayerPlan.index
     layer: str
-    sizes: tuple[int, ...]  # [float32] owned by each rank
+    sizes: tuple[int, ...]  # [float32] owned by each of the ranks that take part; the largest that occur
 
     @property
     def bytes(self) -> int:
@@ -68,6 +83,7 @@ class Plan:
     training: bool
     buffers: tuple[Buffer, ...]
     messages: tuple[Message, ...]  # of a step, in the order that all ranks keep
+    pieces: int = 0  # of a minibatch, in exact mode; else 0
 
     @property
     def output(self) -> Layout:
@@ -86,7 +102,7 @@ class Plan:
     @property
     def memory(self) -> dict[str, int]:
         """What a rank needs at most [byte]."""
-        parameters = FLOAT * sum(layer.parameter_size for layer in self.layers)
+        parameters = FLOAT * sum(part_size(layer) for layer in self.layers)
         owned = FLOAT * sum(self.shards(layer)[0] for layer in self.layers)
         arena = FLOAT * self.arena_size
         if not self.training:
@@ -103,9 +119,13 @@ class Plan:
         plans = [getattr(layer, name) for layer in self.layers for name in passes or PASSES]
         return sum(made.flop for made in plans if made) // self.images
 
-    def shards(self, layer: LayerPlan) -> tuple[int, ...]:
-        """Elements of a layer's flat array that each rank owns: sums, updates and sends."""
-        return shard_sizes(layer.parameter_size, self.ranks, self.machine.width)
+    def shards(self, layer: LayerPlan, member: int = 0) -> tuple[int, ...]:
+        """Elements of a member's flat array that each of the ranks that have it owns: sums, updates and sends."""
+        return shard_sizes(part_size(layer, member), layer.partition.data, self.machine.width)
+
+    def image_shares(self, count: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `count` images on all ranks."""
+        return image_shares(count, self.ranks, self.pieces)
 
     def description(self) -> dict[str, str]:
         """Everything that all ranks must agree upon, item by item in words."""
@@ -120,6 +140,8 @@ class Plan:
             passes = [getattr(layer, name) for name in PASSES]
             algorithms = "/".join(made.algorithm for made in passes if made)
             fused = f" + {layer.fused!r}" if layer.fused else ""
+            if self.pieces:
+                algorithms += f", {self.pieces} pieces"
             items[f"layer {layer.name}"] = f"{layer.layer!r}{fused} {shapes} [{layer.partition}, {algorithms}]"
         items["messages"] = hashlib.sha256(repr(self.messages).encode()).hexdigest()[:16]
         return items
@@ -172,8 +194,8 @@ def input_layout(layers, input_shape, block: int) -> Layout:
     return Layout(shape, block) if len(shape) == 3 else Layout.vector(*shape, block)
 
 
-def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
-         threads: int = 1, training: bool = True, machine: Machine | None = None) -> Plan:  # fmt: skip
+def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 1, training: bool = True,
+         machine: Machine | None = None, partitions: dict | None = None, exact: bool | int = False) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
@@ -189,6 +211,12 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         False: forward passes only, and activations are not kept.
     machine : Machine, optional
         Its SIMD width and caches; by default this one.
+    partitions : dict of str to Partition, optional
+        Grids of layers, by name or nickname (`grid.resolve_partitions`). Layers that are not named get the grid that
+        sends least in training (`grid.choose_partition`).
+    exact : bool or int
+        Make every sum independent of ranks, threads and partitions (`grid`): True, or the number of pieces, a power
+        of two, into which minibatches are cut. More ranks than pieces leave some without work.
 
     Raises
     ------
@@ -200,7 +228,10 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
             raise ValueError(f"{name}: got {value}, wanted at least 1")
     machine = machine or Machine.detect()
     named = name_layers(layers)
-    images = shares(minibatch, ranks)[0]
+    given = resolve_partitions(named, partitions, ranks)
+    pieces = check_exact(exact, machine.target) if training else 0
+    images = max(image_shares(minibatch, ranks, pieces))
+    piece_images = image_shares(minibatch, pieces)[0] if pieces else 0
     first = layout = input_layout(named, input_shape, machine.width)
     planned: list[LayerPlan] = []
     index = 0
@@ -208,29 +239,47 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *,
         name, layer = named[index]
         following = named[index + 1][1] if index + 1 < len(named) else None
         fused = following if following is not None and layer.absorbs(following) else None
+        partition = given.get(name) or _partition(layer, layout, machine.width, ranks, minibatch if training else None)
         planned.append(layer.plan(
-            layout, images, machine, threads, index=index, name=name, fused=fused, partition=Partition(data=ranks),
+            layout, images, machine, threads, index=index, name=name, fused=fused, partition=partition,
             training=training, input_grad=any(before.parameters for before in planned),
+            pieces=pieces, piece_images=piece_images,
         ))  # fmt: skip
         layout = planned[-1].output
         index += 2 if fused else 1
     return Plan(
-        first, tuple(planned), minibatch, ranks, images, threads, machine, training,
-        plan_buffers(planned, training), _messages(planned, ranks, machine.width) if training else (),
+        first, tuple(planned), minibatch, ranks, images, threads, machine, training, plan_buffers(planned, training),
+        _messages(planned, minibatch, machine.width) if training else (), pieces,
     )  # fmt: skip
 
 
-def _messages(layers: list[LayerPlan], ranks: int, vector: int) -> tuple[Message, ...]:
-    """Gradients go to their owners as backward produces them; new weights return in the order of the next forward."""
-    if ranks == 1:
-        return ()
+def _partition(layer: Layer, input: Layout, width: int, ranks: int, minibatch: int | None) -> Partition:
+    """The grid of a layer for which none was given; data parallel when it is not to be trained."""
+    if minibatch is None or not layer.splittable or not input.flat:
+        return Partition(data=ranks)
+    outputs = layer.output_blocks(width)
+    return choose_partition(layer, input.padded_features, outputs, width, ranks, minibatch)
+
+
+def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Message, ...]:
+    """Activations with their passes; gradients to their owners as backward produces them; weights for the next forward."""
+    order = []
+    activations = {}
+    for layer in layers:
+        partition = layer.partition
+        counts = image_shares(minibatch, partition.ranks, layer.pieces)[: partition.model]
+        activations[layer.name] = kinds = activation_messages(layer, counts)
+        order += [(kind, layer, kinds[kind]) for kind in ("gather_inputs", "to_images") if kind in kinds]
     learning = [layer for layer in layers if layer.parameters]
-    order = [("reduce_scatter", layer) for layer in reversed(learning)]
-    order += [("allgather", layer) for layer in learning]
-    return tuple(
-        Message(kind, layer.index, layer.name, shard_sizes(layer.parameter_size, ranks, vector))
-        for kind, layer in order
-    )
+    owned = {layer.name: shard_sizes(part_size(layer), layer.partition.data, vector) for layer in learning}
+    exchanged = [layer for layer in learning if layer.partition.data > 1]
+    for layer in reversed(learning):
+        kinds = activations[layer.name]
+        order += [("to_slices", layer, kinds["to_slices"])] if kinds else []
+        order += [("reduce_scatter", layer, owned[layer.name])] if layer in exchanged else []
+        order += [("add_input_grads", layer, kinds["add_input_grads"])] if kinds and layer.input_grad else []
+    order += [("allgather", layer, owned[layer.name]) for layer in exchanged]
+    return tuple(Message(kind, layer.index, layer.name, sizes) for kind, layer, sizes in order)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
@@ -274,7 +323,8 @@ class _Lives:
         for i, layer in enumerate(self.layers):
             read_again = self.slot("input_grad", i)
             value.last = max(value.last, self.slot("forward", i))
-            if training and "input" in layer.saves:
+            saves = layer.saves if layer.partition.model == 1 else ()  # on a grid the layer saves what is its own
+            if training and "input" in saves:
                 value.last = max(value.last, read_again)
             aliasing = layer.layer.aliasing
             if aliasing == "view" or (aliasing == "in_place" and not value.kept):
@@ -282,7 +332,7 @@ class _Lives:
             else:
                 size = images * layer.output.padded_features
                 value = self.new(layer.name, "output", size, self.slot("forward", i))
-            if training and "output" in layer.saves:
+            if training and "output" in saves:
                 value.last = max(value.last, read_again)
                 value.kept = True
         value.last = self.end if training else self.loss  # users may read the logits until the next step
@@ -302,9 +352,12 @@ class _Lives:
             else:
                 gradient.roles.append((layer.name, "input_grad"))
 
-    def scratch(self) -> None:
-        """Working memory: alive during its pass only."""
+    def scratch(self, training: bool) -> None:
+        """Working memory, alive during its pass only, and what layers on a grid keep for themselves."""
         for i, layer in enumerate(self.layers):
+            for array in grid_arrays(layer, training):
+                life = self.new(layer.name, array.role, array.size, self.slot(array.first, i))
+                life.last = self.slot(array.last, i)
             for name in PASSES:
                 made = getattr(layer, name)
                 if made and made.scratch:
@@ -317,7 +370,7 @@ def plan_buffers(layers: list[LayerPlan], training: bool) -> tuple[Buffer, ...]:
     lives.activations(training)
     if training:
         lives.gradients()
-    lives.scratch()
+    lives.scratch(training)
     return _place(lives.lives)
 
 
@@ -349,23 +402,23 @@ def format_bytes(count: float) -> str:
 
 def _table(plan: Plan) -> str:
     own = {buffer.roles[0]: buffer for buffer in plan.buffers}
-    rows = [("layer", "kind", "output", "parameters", "Mflop/image", "output memory")]
-    rows.append(("input", "", _shape(plan.input), "", "", format_bytes(plan.input.array_bytes(plan.images))))
+    rows = [("layer", "kind", "grid", "output", "parameters", "Mflop/image", "output memory")]
+    rows.append(("input", "", "", _shape(plan.input), "", "", format_bytes(plan.input.array_bytes(plan.images))))
     for layer in plan.layers:
         buffer = own.get((layer.name, "output"))
         flop = layer.forward.flop / plan.images
         rows.append((
-            layer.name, str(layer), _shape(layer.output),
+            layer.name, str(layer), str(layer.partition) if layer.parameters else "", _shape(layer.output),
             f"{layer.parameter_count:,}" if layer.parameters else "",
             f"{flop / 1e6:,.2f}" if flop else "",
             format_bytes(FLOAT * buffer.size) if buffer else "in place",
         ))  # fmt: skip
-    rows.append(("total", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
+    rows.append(("total", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:3], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:])]
+        left = [cell.ljust(width) for cell, width in zip(row[:4], widths)]
+        right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:])]
         lines.append("  ".join(left + right).rstrip())
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
@@ -377,6 +430,8 @@ def _table(plan: Plan) -> str:
     if plan.training:
         lines.append(f"work of a training step: {plan.flop() / 1e9:,.3f} Gflop an image")
         sent = sum(message.bytes for message in plan.messages)
+        if plan.pieces:
+            lines.append(f"exact mode: sums are trees over {plan.pieces} pieces of the minibatch, whatever the ranks")
         lines.append(f"messages of a step: {len(plan.messages)}, of arrays of {format_bytes(sent)} in total")
     memory = plan.memory
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())

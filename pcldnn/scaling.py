@@ -11,6 +11,10 @@ from math import sqrt
 
 FLOAT = 4  # [byte]
 
+# What a network could send while an exchange is being started: 10 microseconds at 10 GB/s. It keeps small layers from
+# sending many small messages to save few bytes. Only its order of magnitude matters.
+EXCHANGE_START = 100_000  # [byte]
+
 
 def compute_flop(images: int, ifm: int, ofm: int, kernel: tuple[int, int], output: tuple[int, int]) -> int:
     """Work [flop] of one layer in forward, input gradient and weight gradient [Das et al. 2016]."""
@@ -64,3 +68,33 @@ def optimal_groups(
     divisors = [groups for groups in range(1, nodes + 1) if nodes % groups == 0]
     layer = (nodes, minibatch, ifm, ofm, kernel, input_size, overlap)
     return min(divisors, key=lambda groups: (hybrid_bytes(groups, *layer), -groups))
+
+
+# --- the exchanges that this program makes ----------------------------------------------------------------------
+
+
+def grid_bytes(groups: int, nodes: int, minibatch: int, ifm: int, ofm: int) -> float:
+    """What a node sends in a step for a fully connected layer on a grid of groups x (nodes/groups) (derived).
+
+    The paper's two terms, gathering inputs (and adding up their gradients) and exchanging weights, with the own share
+    taken off, as it does not travel; and the way of the outputs from slices of features back to whole images.
+    """
+    members = nodes // groups
+    stays = 1 / members
+    inputs = 2 * FLOAT * ifm * minibatch / groups * (1 - stays)
+    outputs = 2 * FLOAT * ofm * minibatch / nodes * (1 - stays)
+    weights = 2 * FLOAT * ifm * ofm / members * (1 - 1 / groups)
+    return inputs + outputs + weights
+
+
+def best_grid(nodes: int, minibatch: int, ifm: int, ofm: int, most_members: int) -> int:
+    """Groups of the grid on which a fully connected layer costs least, exchanges counted as EXCHANGE_START each.
+
+    A group has at most `most_members` nodes; of equal costs the one nearer to data parallel.
+    """
+
+    def cost(groups):
+        exchanges = 4 * (groups < nodes) + 2 * (groups > 1)
+        return grid_bytes(groups, nodes, minibatch, ifm, ofm) + exchanges * EXCHANGE_START, -groups
+
+    return min((g for g in range(1, nodes + 1) if nodes % g == 0 and nodes // g <= most_members), key=cost)

@@ -49,6 +49,8 @@ def _train(job, args, communicator):
     train, validation = together(communicator, lambda: open_data(job, args))
     network = together(communicator, lambda: job.build(train.num_classes, train.sample_shape, args.dropout, args.seed))
     optimizer = together(communicator, lambda: optim.SGD(schedule(args), args.momentum, args.weight_decay))
+    spread = {"partitions": args.partition, "exact": args.exact}
+    plan = together(communicator, lambda: network.plan(args.minibatch, communicator.size, **spread))
     threads, reason = threads_per_rank(communicator.ranks_sharing_cores, args.threads)
     reserve, why = reserved_cores(threads, reason, args.comm_cores)
     if reason != "as requested":
@@ -60,14 +62,16 @@ def _train(job, args, communicator):
         if exchange:
             print(exchange, flush=True)
         print(describe(job, args, network, train, validation), flush=True)
+        print(describe_spread(plan), flush=True)
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    trainer = Trainer(network, optimizer, communicator, threads, overlap=not args.no_overlap)
+    trainer = Trainer(network, optimizer, communicator, threads, overlap=not args.no_overlap, **spread)
     with stop_signals(trainer):
         result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
-                             checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics, trace=args.trace, profile=args.profile,
-                             log_interval=args.log_interval, settings=settings_of(args),
-                             threads=args.data_threads, skip_damaged=args.skip_damaged)
+                             checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
+                              trace=args.trace, profile=args.profile,
+                             log_interval=args.log_interval, digest_interval=args.digest_interval,
+                             settings=settings_of(args), threads=args.data_threads, skip_damaged=args.skip_damaged)
     return 1 if result.checkpoint_error else 0
 
 
@@ -134,8 +138,15 @@ def describe(job, args, network, train, validation):
     plan = network.plan(args.minibatch)
     return (f"{job.title}: {network.parameter_count:,} parameters, {plan.flop() / 1e9:,.2f} Gflop an image trained\n"
             f"data: {train.name}: {images}; {validated}\n"
-            f"minibatch {args.minibatch}, epochs {args.epochs}, {schedule(args)}, momentum {args.momentum}, weight decay "
-            f"{args.weight_decay}, dropout {args.dropout}, seed {args.seed}")
+            f"minibatch {args.minibatch}, epochs {args.epochs}, {schedule(args)}, momentum {args.momentum}, "
+            f"weight decay {args.weight_decay}, dropout {args.dropout}, seed {args.seed}")
+
+
+def describe_spread(plan):
+    """How layers are spread over ranks, and what exact mode does."""
+    split = [f"{layer.name} {layer.partition}" for layer in plan.layers if layer.partition.model > 1]
+    text = f"data x model: {', '.join(split)}, other layers {plan.ranks}x1" if split else "all layers data parallel"
+    return text + (f"; exact: sums are trees over {plan.pieces} pieces of a minibatch" if plan.pieces else "")
 
 
 def _count(number, one, many=None):

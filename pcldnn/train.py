@@ -13,6 +13,7 @@ upon between ranks:
 (d) Evaluation adds up integers: hits and samples. Each sample counts once, on any number of ranks.
 """
 import dataclasses
+import itertools
 import math
 import time
 
@@ -30,6 +31,7 @@ from pcldnn.checkpoint import (
 )
 from pcldnn.communicator import create
 from pcldnn.data import Loader, check_class_map
+from pcldnn.digest import layer_digests, total_digest
 from pcldnn.faults import CollectiveError
 from pcldnn.recording import Recording
 from pcldnn.report import Report
@@ -130,10 +132,15 @@ class Trainer:
         Compute threads of this rank. Default: the cores that this rank may use, shared with the ranks beside it.
     overlap : bool
         Exchange beside compute, on a communication thread (`Communicator.start_thread`). Changes no bit of the result.
+    partitions : dict of str to Partition, optional
+        How fully connected layers are spread over ranks; default: as the plan chooses. See `plan.plan`.
+    exact : bool or int
+        Exact mode: weights and losses do not depend, to the last bit, on ranks, threads and partitions.
     """
 
-    def __init__(self, network, optimizer, communicator=None, threads=None, overlap=True):
+    def __init__(self, network, optimizer, communicator=None, threads=None, *, overlap=True, partitions=None, exact=False):
         self.network, self.optimizer = network, optimizer
+        self.partitions, self.exact = partitions, exact
         self.communicator = create() if communicator is None else communicator
         self.threads, self.overlap = threads, overlap
         self._stop_reason = None
@@ -143,7 +150,8 @@ class Trainer:
         self._stop_reason = reason
 
     def fit(self, train, validation=None, *, minibatch, epochs=1, steps=None, checkpoint=None, resume=None,
-            metrics=None, trace=None, profile=False, log_interval=10, verbose=True, progress_bar=None, callback=None,
+            metrics=None, trace=None, profile=False, log_interval=10, digest_interval=None, verbose=True,
+            progress_bar=None, callback=None,
             settings=None,
             **loader_options):
         """Train; collective.
@@ -172,6 +180,9 @@ class Trainer:
             Print time, flop/s and bytes/s by layer and pass at the end.
         log_interval : int
             Steps between printed lines.
+        digest_interval : int, optional
+            Steps between records with `digest`, the SHA-256 of all weights and momentum, and `layers`, that of each
+            layer, by which `replay` finds where two runs part. Default: `log_interval` in exact mode, else never.
         verbose : bool
             Rank 0 prints lines, and a bar if standard error is a terminal (`progress_bar` overrides that).
         callback : callable, optional
@@ -201,7 +212,10 @@ class Trainer:
                     with Recording(self.network, self.communicator, trace, profile, report) as recording:
                         run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
                                    recording, settings or {}, loader_options)
-                        return run.execute(resume)
+                        run.digest_interval = digest_interval or (log_interval if self.exact else 0)
+                        result = run.execute(resume)
+                        self.network.join()     # so that what a rank asks of it later does not depend on the others
+                        return result
                 except Exception as error:
                     if not getattr(error, "raised_on_all_ranks", False):
                         raise
@@ -227,7 +241,7 @@ class Trainer:
         with Loader(dataset, minibatch, rank=communicator.rank, size=communicator.size, training=False,
                     **options) as loader:
             for batch in loader.epoch(0):
-                if len(batch.labels):
+                if len(batch.labels) or self.network.is_split:     # then all ranks work on each image
                     ranking = rank_of_label(self.network.forward(batch.images), batch.labels)
                     counts += len(ranking), (ranking < 1).sum(), (ranking < 5).sum()
         count, correct1, correct5 = (int(n) for n in communicator.allreduce_sum(counts))
@@ -267,7 +281,7 @@ class _Run:
         self.last_step = epochs * self.steps_per_epoch
         if steps is not None:
             self.last_step = min(self.last_step, steps)
-        self.step = 0
+        self.step = self.digest_interval = 0
         self.result = TrainingResult()
 
     def execute(self, resume):
@@ -275,13 +289,14 @@ class _Run:
         self._agree()
         if self.trainer.overlap:
             self.communicator.start_thread()
-        self.network.prepare(self.minibatch, self.communicator, self.trainer.threads)
+        plan = self.network.prepare(self.minibatch, self.communicator, self.trainer.threads,
+                                    partitions=self.trainer.partitions, exact=self.trainer.exact)
         if resume is not None:
             self._resume(resume)
         self._open_outputs()
         first_step, images, busy = self.step, 0, 0.0
         loader = Loader(self.train, self.minibatch, seed=self.network.seed, rank=self.communicator.rank,
-                        size=self.communicator.size, training=True, **self.loader_options)
+                        size=self.communicator.size, pieces=plan.pieces, training=True, **self.loader_options)
         with loader:
             epoch, step_in_epoch = divmod(self.step, self.steps_per_epoch)
             clock = time.perf_counter()
@@ -341,22 +356,23 @@ class _Run:
         """One step; returns whether the ranks have agreed to stop after it."""
         loss_sum, _ = self.network.forward_loss(batch.images, batch.labels, batch.sample_ids, batch.epoch,
                                                 batch.global_count)
-        culprit = None
-        if not math.isfinite(loss_sum):
-            culprit = self.network.find_nonfinite() or "the loss itself"
         wants_stop = self.trainer._stop_reason is not None
-        control = self.network.start_sum(np.array([loss_sum, culprit is not None, wants_stop], np.float64))
+        control = self.network.start_sum(
+            np.array([*self.network.piece_losses, not math.isfinite(loss_sum), wants_stop], np.float64))
         self.network.backward()
-        loss_sum, diverged, stop = control()
-        loss = float(loss_sum) / batch.global_count
+        *losses, diverged, stop = control()
+        loss = float(sum(losses)) / batch.global_count
         if diverged:
-            culprits = dict(enumerate(self.communicator.allgather_object(culprit)))
-            raise TrainingDiverged(self.step + 1, loss, {rank: name for rank, name in culprits.items() if name})
+            self._diverged(loss, not math.isfinite(loss_sum))
         self.network.update(self.optimizer, epoch=self.step / self.steps_per_epoch)
         self.step += 1
         self.result.losses.append(loss)
         record = {"step": self.step, "epoch": batch.epoch + 1, "loss": loss,
                   "images_per_s": batch.global_count / max(time.perf_counter() - clock, 1e-9)}
+        if self.digest_interval and (self.step % self.digest_interval == 0 or self.step == self.last_step):
+            layers = layer_digests(self.network, self.optimizer)
+            self.communicator.agree({f"weights of layer {name}": digest for name, digest in layers.items()})
+            record.update(digest=total_digest(layers), layers=layers)
         self.report.step(record, batch.global_count)
         if self.callback is not None:
             self.callback(record)
@@ -365,6 +381,12 @@ class _Run:
             self.trainer._stop_reason = None
             self.result.stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
         return bool(stop)
+
+    def _diverged(self, loss, here):
+        """Say in which layer it began, on the ranks whose own loss is not finite."""
+        found = self.network.find_nonfinite() if here or self.network.is_split else None
+        culprits = self.communicator.allgather_object((found or "the loss itself") if here else None)
+        raise TrainingDiverged(self.step + 1, loss, {rank: name for rank, name in enumerate(culprits) if name})
 
     def _between_epochs(self, epoch, evaluate, write=True):
         if evaluate and self.validation is not None:
@@ -383,12 +405,13 @@ class _Run:
                 self.report.warn(f"{error}. Training goes on; an older checkpoint there is untouched.")
 
     def _save(self):
-        network, root = self.network, self.communicator.rank == 0
-        weights = network.state_dict() if root else {}
-        momentum = self.optimizer.state_dict(network)
-        shapes = {name: (array.dtype, array.shape) for tensors in (weights, momentum)
-                  for name, array in tensors.items()}
-        save_collective(self.checkpoint, shapes, [weights, momentum], self._metadata(), self.communicator)
+        whole = self.communicator.rank == 0 or self.network.is_split
+        weights = self.network.state_dict() if whole else {}
+        shapes = {name: (array.dtype, array.shape) for name, array in weights.items()}
+        if self.optimizer.has_state:
+            shapes.update({MOMENTUM_PREFIX + name: entry for name, entry in list(shapes.items())})
+        batches = itertools.chain([weights], self.optimizer.state_by_layer(self.network))
+        save_collective(self.checkpoint, shapes, batches, self._metadata(), self.communicator)
 
     def _metadata(self):
         return {"pcldnn": __version__, "step": self.step, "epoch": self.step // self.steps_per_epoch,
@@ -396,7 +419,7 @@ class _Run:
                 "seed": self.network.seed, "optimizer": self.optimizer.description(),
                 "class_names": list(self.train.class_names), "dataset": self.train.fingerprint(),
                 "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
-                "settings": self.settings}
+                "pieces": self.network.prepared.pieces, "settings": self.settings}
 
     def _resume(self, path):
         with CollectiveReader(path, self.communicator) as reader:
@@ -420,6 +443,9 @@ class _Run:
         if metadata["seed"] != self.network.seed:
             raise ValueError(f"it was trained with seed {metadata['seed']}, this network has {self.network.seed}; "
                              "order, augmentation and dropout would not continue")
+        if metadata.get("pieces", 0) != self.network.prepared.pieces:
+            self.report.warn(f"{path} was trained with {metadata.get('pieces', 0)} pieces a minibatch (exact mode; 0 is "
+                             f"without), this run has {self.network.prepared.pieces}: bits will differ")
         inside = metadata["step"] % metadata["steps_per_epoch"]
         if metadata["steps_per_epoch"] != self.steps_per_epoch:
             if inside:

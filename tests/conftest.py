@@ -13,10 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import pcldnn
+import pytest
 from pcldnn import _kernels, machine
+
+from blocked import Arena
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -155,3 +156,11 @@ def target(request):
     """Run the test on each target that this CPU runs; the target's module."""
     with running_on(request.param) as module:
         yield module
+
+
+@pytest.fixture
+def arena():
+    """Arrays between guards (see blocked.Arena); the guards are checked when the test is over."""
+    arena = Arena()
+    yield arena
+    arena.check()

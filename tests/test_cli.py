@@ -9,8 +9,8 @@ from pcldnn import _kernels, cli
 
 def test_info_names_what_a_bug_report_needs(capsys):
     assert cli.main(["info"]) == 0
-    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.replace("SIMD width", "SIMD_width").splitlines()
-                 if not line.startswith(("note", "MPI threads")))
+    out = capsys.readouterr().out.replace("SIMD width", "SIMD_width")
+    lines = dict(line.split(None, 1) for line in out.splitlines() if not line.startswith(("note", "MPI threads")))
     assert lines["ISA"].split()[0] == _kernels.TARGET
     assert lines["SIMD_width"] == f"{_kernels.SIMD_WIDTH} floats"
     assert "single rank (" in lines["threads"] and int(lines["cores"]) >= 1

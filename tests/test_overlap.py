@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pcldnn import models, schedule
 from pcldnn.commthread import CommunicationThread
 from pcldnn.layers import Linear, Sigmoid
+from pcldnn.partition import Partition
 from pcldnn.plan import plan
 
 # --- the thread ---------------------------------------------------------------------------------------------------
@@ -72,7 +73,8 @@ def bundles(made):
 
 def check(planned, made):
     """Everything travels once; a layer's gradients not before they are there; weights from the first layer on."""
-    learning = [layer.name for layer in planned.layers if layer.weight_grad]
+    exchanged = {message.layer for message in planned.messages if message.kind == "reduce_scatter"}
+    learning = [layer.name for layer in planned.layers if layer.name in exchanged]
     backward, held = bundles(made)
     parts = [part for bundle in (*backward, *held) for part in bundle]
     wanted = {(name, i) for part in parts for name, i in [(part.layer, i) for i in range(part.count)]}
@@ -105,7 +107,7 @@ def test_any_schedule_is_complete_and_in_order(widths, ranks, bandwidth):
 
 def test_large_layers_at_the_end_do_not_block_the_first():
     """VGG-A over 1 Gbit/s: most of FC6 (411 MB) is held back, and all convolutions' gradients travel in backward."""
-    planned = plan(models.vgg_a().layers, (3, 224, 224), 32, 8)
+    planned = plan(models.vgg_a().layers, (3, 224, 224), 32, 8, partitions={"fc": Partition(8)})
     made = schedule.schedule(planned, 125e6)
     check(planned, made)
     held = [part for bundle in bundles(made)[1] for part in bundle]
@@ -116,7 +118,7 @@ def test_large_layers_at_the_end_do_not_block_the_first():
 
 
 def test_small_layers_share_an_exchange():
-    planned = plan([Linear(10, 10)] * 5, (10,), 8, 2)
+    planned = plan([Linear(10, 10)] * 5, (10,), 8, 2, partitions={"fc": Partition(2)})
     made = schedule.schedule(planned)
     assert [len(bundle) for bundle in bundles(made)[0]] == [5]
     assert [len(bundle) for stage in made.update for bundle in stage.weights] == [5]
@@ -129,6 +131,29 @@ def test_small_layers_share_an_exchange():
 def test_overlap_changes_no_bit(run_mpi, ranks):
     result = run_mpi(ranks, "tests/mpi/overlap_cases.py", timeout=120)
     assert f"same bits on {ranks} ranks with a communication thread" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_overlap_changes_no_bit_on_grids_and_in_exact_mode(run_mpi, ranks):
+    assert run_mpi(ranks, ["tests/mpi/overlap_cases.py", "grids"], timeout=180).stdout == "same bits on grids\n"
+
+
+def test_a_program_that_closes_nothing_ends(run_mpi):
+    result = run_mpi(3, ["tests/mpi/overlap_cases.py", "unclosed"])
+    assert result.stdout.count("end of the program") == 3
+
+
+def test_without_thread_support_exchanges_block(run_mpi):
+    code = """
+import mpi4py; mpi4py.rc.thread_level = "serialized"
+from pcldnn import communicator
+with communicator.create() as comm:
+    said = comm.start_thread()
+    assert not comm.has_thread
+    print(said)
+"""
+    said = run_mpi(2, ["tests/mpi/run_code.py", code]).stdout
+    assert said.count("MPI was started with thread level serialized") == 2
 
 
 # --- faults -------------------------------------------------------------------------------------------------------

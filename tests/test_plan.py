@@ -8,6 +8,7 @@ import pytest
 from pcldnn import models, scaling
 from pcldnn.layers import Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
 from pcldnn.machine import Machine
+from pcldnn.partition import Partition
 from pcldnn.plan import Plan, format_bytes, name_layers, plan
 
 MACHINES = {4: Machine("small", "sse2", 1), 8: Machine("middle", "avx2", 2), 16: Machine("large", "avx512", 4)}
@@ -185,11 +186,14 @@ def test_table_shows_logical_counts_only():
 
 
 def test_memory_of_a_rank():
-    one, four = models.vgg_a().plan(64), models.vgg_a().plan(64, ranks=4)
+    one, four = (models.vgg_a().plan(64, ranks, partitions={"fc": Partition(ranks, 1)}) for ranks in (1, 4))
     assert four.images == 16
     assert four.memory["parameters"] == one.memory["parameters"]
     assert four.memory["momentum of the owned shard"] == pytest.approx(one.memory["parameters"] / 4, rel=1e-6)
     assert four.memory["activations and scratch"] == pytest.approx(one.memory["activations and scratch"] / 4, rel=0.02)
+    split = models.vgg_a().plan(64, 4)  # fully connected layers on grids: most weights only once
+    assert split.memory["parameters"] < 0.4 * four.memory["parameters"]
+    assert split.memory["momentum of the owned shard"] == pytest.approx(one.memory["parameters"] / 4, rel=0.01)
     assert dataclasses.replace(one, training=False).memory.keys() == {"parameters", "activations and scratch"}
     assert [format_bytes(n) for n in (0, 999, 1500, 2.5e6, 3e9)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3.00 GB"]
 

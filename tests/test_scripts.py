@@ -24,8 +24,8 @@ def metrics(path):
 def test_help_and_wrong_flags_are_told_once(run_mpi):
     shown = run_mpi(2, [VGG, "--help"])
     assert shown.stdout.count("usage:") == 1 and shown.stderr == ""
-    for flag in ("--data DIR|FILE", "--synthetic", "--image-size", "--classes", "--minibatch", "--epochs", "--steps", "--lr",
-                 "--momentum", "--weight-decay", "--seed", "--threads", "--checkpoint FILE", "--resume FILE",
+    for flag in ("--data DIR|FILE", "--synthetic", "--image-size", "--classes", "--minibatch", "--epochs", "--steps",
+                 "--lr", "--momentum", "--weight-decay", "--seed", "--threads", "--checkpoint FILE", "--resume FILE",
                  "--metrics FILE", "default 0.9", "images per step", "top5", "mpirun -n 2"):
         assert flag in shown.stdout, flag
     wrong = run_mpi(2, [VGG, "--minibatch", "0"], check=False)
@@ -41,8 +41,8 @@ def test_same_curve_and_banner(run_mpi, tmp_path):
         lines = metrics(tmp_path / f"{ranks}.jsonl")
         assert [set(line) for line in lines] == [{"step", "epoch", "loss", "images_per_s"}] * 4
         losses[ranks] = [line["loss"] for line in lines]
-        for text in (f"{ranks} rank", "on 1 node", "thread", "ISA", "floats a vector", "digits", "28,142,858", "step 4/4",
-                     "images/s", "left"):
+        for text in (f"{ranks} rank", "on 1 node", "thread", "ISA", "floats a vector", "digits", "28,142,858",
+                     "step 4/4", "images/s", "left"):
             assert text in done.stdout, done.output
     np.testing.assert_allclose(losses[3], losses[1], rtol=1e-4)
 
@@ -50,8 +50,10 @@ def test_same_curve_and_banner(run_mpi, tmp_path):
 def test_oversubscription_is_named(run_mpi):
     """A23: more ranks than cores get one thread each, and the warning names the fix."""
     cores = len(os.sched_getaffinity(0))
-    done = run_mpi(2 * cores if cores <= 4 else 2, [VGG, *SMALL, "--steps", "0", "--threads", str(1 if cores <= 4 else cores)])
-    assert done.stderr.count("oversubscribed") == 1 and ("mpirun -n" in done.stderr or "--threads" in done.stderr), done.output
+    ranks, threads = (2 * cores, 1) if cores <= 4 else (2, cores)
+    done = run_mpi(ranks, [VGG, *SMALL, "--steps", "0", "--threads", threads])
+    assert done.stderr.count("oversubscribed") == 1, done.output
+    assert "mpirun -n" in done.stderr or "--threads" in done.stderr, done.output
 
 
 def test_launcher_that_disagrees_with_mpi_is_refused(tmp_path):
@@ -78,8 +80,9 @@ def vectors(tmp_path):
 def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
     """``--resume FILE`` alone goes on with the data, seed, minibatch and schedule of the run; flags override."""
     script, checkpoint = QUICK, tmp_path / "run.safetensors"
-    run_mpi(2, [script, "--data", vectors, "--minibatch", "20", "--epochs", "2", "--lr", "0.05", "--lr-schedule", "poly",
-                "--seed", "3", "--steps", "2", "--checkpoint", checkpoint, "--metrics", tmp_path / "m.jsonl"])
+    run_mpi(2, [script, "--data", vectors, "--minibatch", "20", "--epochs", "2", "--lr", "0.05",
+                "--lr-schedule", "poly", "--seed", "3", "--steps", "2", "--checkpoint", checkpoint,
+                "--metrics", tmp_path / "m.jsonl"])
     done = run_mpi(2, [script, "--resume", checkpoint, "--checkpoint", checkpoint, "--metrics", tmp_path / "m.jsonl"])
     assert "minibatch 20, epochs 2, PolynomialDecay(lr=0.05, epochs=2" in done.stdout and "seed 3" in done.stdout
     lines = metrics(tmp_path / "m.jsonl")
@@ -127,7 +130,8 @@ def test_folder_of_images_with_a_damaged_one(run_mpi, tmp_path):
                 image_module.fromarray(pixels).save(folder / f"{i}.jpg", quality=90)
     damaged = tmp_path / "images" / "train" / "2" / "3.jpg"
     damaged.write_bytes(damaged.read_bytes()[:damaged.stat().st_size // 2])
-    command = [VGG, "--data", tmp_path / "images", "--image-size", "32", "--minibatch", "6", "--epochs", "1", "--lr", "0.001"]
+    command = [VGG, "--data", tmp_path / "images", "--image-size", "32", "--minibatch", "6", "--epochs", "1",
+               "--lr", "0.001"]
     failed = run_mpi(2, command, check=False)
     assert failed.returncode != 0 and str(damaged) in failed.stderr, failed.output
     done = run_mpi(2, [*command, "--skip-damaged", "--checkpoint", tmp_path / "c"])
@@ -154,14 +158,15 @@ def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path):
 
 def test_examples(run_mpi):
     assert "2 of 3 ranks trained" in run_mpi(3, "docs/examples/user_mpi_program.py").stdout
-    done = subprocess.run([sys.executable, "docs/examples/lone_layer.py"], check=True, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "docs/examples/lone_layer.py"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert "(8, 20, 16, 16)" in done.stdout
 
 
 def test_settings_come_from_flags_then_checkpoint_then_job():
     from pcldnn.arguments import Job, fill, make_parser, settings_of
-    job = Job("t", "about", None, None, 8, 5, {"minibatch": 256, "lr": 0.1, "epochs": 3, "momentum": 0.9, "weight_decay": 0.0},
-              {"minibatch": 64})
+    defaults = {"minibatch": 256, "lr": 0.1, "epochs": 3, "momentum": 0.9, "weight_decay": 0.0}
+    job = Job("t", "about", None, None, 8, 5, defaults, {"minibatch": 64})
 
     def settled(flags, stored):
         args = make_parser(job).parse_args(flags)

@@ -173,7 +173,8 @@ def test_full_disk_is_reported_on_all_ranks_and_training_goes_on(run_mpi, tmp_pa
     ("damaged", ["/data/train/3/17.jpg", "17", "DataError"]), ("killed", [])])
 def test_a_failing_rank_ends_the_job(run_mpi, tmp_path, case, words):
     """A16, A27: within seconds, non-zero, with one traceback that names the rank."""
-    result = run_mpi(3, ["tests/mpi/train_cases.py", tmp_path, case], timeout=40, check=False)
+    result = run_mpi(3, ["tests/mpi/train_cases.py", tmp_path, case], timeout=90, check=False)
+    assert result.seconds < 60, result.output      # a few seconds on a machine that is not crowded
     assert result.returncode != 0, result.output
     for word in words:
         assert word in result.stderr, result.output
@@ -200,7 +201,8 @@ def trainer(network=None, lr=0.1):
 
 
 def test_it_learns_and_tells(capsys, tmp_path):
-    result = trainer().fit(vectors(), vectors(12), minibatch=8, epochs=20, metrics=tmp_path / "m.jsonl", log_interval=30)
+    result = trainer().fit(vectors(), vectors(12), minibatch=8, epochs=20, metrics=tmp_path / "m.jsonl",
+                           log_interval=30)
     assert result.evaluation.count == 12 and result.evaluation.top1 > 0.8
     assert result.losses[-1] < result.losses[0] and (result.step, result.epoch) == (100, 20)
     out = capsys.readouterr().out

@@ -14,6 +14,7 @@ targets : dict
 
 import importlib
 import os
+import platform
 
 from pcldnn._kernels import reference
 from pcldnn._kernels.isa import ISAS
@@ -31,6 +32,9 @@ def _load_targets():
     """Modules that can run here, strongest first, and why each other one cannot."""
     found, missing = {}, {}
     for row in reversed(ISAS):
+        if platform.machine() not in row.machines:
+            missing[row.name] = f"no ISA of this machine ({platform.machine()})"
+            continue
         try:
             lacking = [feature for feature in row.features if not cpu.supports(feature)]
             if lacking:

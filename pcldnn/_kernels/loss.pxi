@@ -49,8 +49,8 @@ cdef double loss_row(const float* logits, float* dlogits, Py_ssize_t label, Py_s
         total += sums[i]
     for i from 0 <= i < classes by b:
         store(dlogits + i, load(dlogits + i) * <float>(scale / total))
-    for i in range((classes + b - 1) // b * b, padded):
-        dlogits[i] = 0
+    for i in range(classes, padded):
+        dlogits[i] = 0       # also where 0 times a NaN has just been written
     dlogits[label] -= scale
     return log(total) + (shift - wanted)
 

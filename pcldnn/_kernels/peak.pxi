@@ -46,8 +46,7 @@ def fma_loop(Py_ssize_t steps, int num_threads=1):
 def triad(const float[::1] x, const float[::1] y, float[::1] z, float scale, int num_threads=1):
     """z = x + scale * y. Moves 12 bytes an element, the read of z for ownership not counted (as STREAM counts)."""
     cdef Py_ssize_t n = z.shape[0], i, v
-    check("x", x, (n,))
-    check("y", y, (n,))
+    checks.same(num_threads, z=dims(z), x=dims(x), y=dims(y))
     if n == 0:
         return
     for v in prange(n // b, nogil=True, num_threads=num_threads, schedule="static"):

@@ -95,7 +95,7 @@ def softmax_cross_entropy(logits, labels, num_classes, scale, losses, dlogits, n
     for sample in np.flatnonzero((labels < 0) | (labels >= num_classes)):
         checks.label_range(sample, labels[sample], num_classes)
     rows = np.arange(len(labels))
-    with np.errstate(invalid="ignore"):   # an infinite logit gives a NaN loss
+    with np.errstate(invalid="ignore", over="ignore"):   # an infinite logit gives a NaN loss
         shifted = logits[:, :num_classes] - logits[:, :num_classes].max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)
     sums = exponentials.sum(axis=1, dtype=np.float64)

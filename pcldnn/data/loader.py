@@ -4,7 +4,7 @@ Which samples make a minibatch, and what preparation does to them, is decided by
 
 - the order of an epoch is a Philox permutation of (seed, epoch) in training, plain in evaluation;
 - a minibatch is the next slice of that order, the last one may be smaller;
-- a rank takes a contiguous share of the minibatch (`partition.share`: sizes differ by at most one, may be 0).
+- a rank takes a contiguous share of the minibatch (sizes differ by at most one, may be 0; or whole `pieces`).
 
 So every number of ranks sees the same minibatches, and step k of an epoch is the same whether reached or
 resumed at.
@@ -23,7 +23,7 @@ from pcldnn.data.augment import Augment
 from pcldnn.data.dataset import DataError
 from pcldnn.data.prefetch import BufferPool, Pending, Workers
 from pcldnn.data.random import check_seed, permutation
-from pcldnn.partition import share
+from pcldnn.partition import block_shares, bounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,8 @@ class Loader:
         Of order and augmentation; evaluation uses none.
     rank, size : int
         Which share of each minibatch; every rank gets the same number of batches.
+    pieces : int, optional
+        Cut each minibatch in so many pieces first and give ranks whole pieces (exact mode); default: one a rank.
     training : bool
         Shuffle and augment; otherwise index order and the plain preparation.
     augment : Augment, optional
@@ -104,6 +106,7 @@ class Loader:
         seed=0,
         rank=0,
         size=1,
+        pieces=None,
         training=True,
         augment=None,
         threads=2,
@@ -113,6 +116,7 @@ class Loader:
         for name, value, least in (
             ("minibatch", minibatch, 1),
             ("size", size, 1),
+            ("pieces", pieces or size, 1),
             ("rank", rank, 0),
             ("threads", threads, 0),
             ("prefetch", prefetch, 1),
@@ -128,7 +132,8 @@ class Loader:
         self.augment = augment or dataset.augment or Augment(dataset.sample_shape[1:])
         self.sample_shape = (dataset.sample_shape[0], *self.augment.size)
         self.steps_per_epoch = -(-len(dataset) // minibatch)
-        start, stop = share(min(minibatch, len(dataset)), size, rank)
+        self._pieces = pieces or size
+        start, stop = self._own_share(min(minibatch, len(dataset)))
         self.max_local = stop - start
         self.prefetch = prefetch if threads else 0
         self.damaged, self.waited = {}, 0.0
@@ -192,12 +197,16 @@ class Loader:
             for pending, *_ in ahead:
                 pending.cancel()
 
+    def _own_share(self, count):
+        """Start and stop of this rank's part of a minibatch of `count` samples."""
+        return bounds(block_shares(count, self._pieces, self.size), self.rank)
+
     def _start(self, epoch, step):
         """Set the threads to one batch."""
         if self._closed:
             raise RuntimeError("the Loader is closed")
         minibatch = self.sample_ids(epoch, step)
-        start, stop = share(len(minibatch), self.size, self.rank)
+        start, stop = self._own_share(len(minibatch))
         ids = minibatch[start:stop].copy()
         batch = Batch(
             self._buffers.take(len(ids)), self.dataset.labels[ids], ids, len(minibatch), start, epoch, step

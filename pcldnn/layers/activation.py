@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import sqrt
 
 from pcldnn import _kernels as kernels
-from pcldnn.layers.base import Layer, by_channel_block, glorot_std
+from pcldnn.layers.base import Layer, by_channel_block
+from pcldnn.layers.parameter import glorot_std
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod, sqrt
+from math import prod
 
 import numpy as np
 
-from pcldnn.layout import Layout, bias_from_blocked, bias_to_blocked
+from pcldnn.layers.parameter import Parameter
+from pcldnn.layout import Layout
 from pcldnn.machine import Machine
 from pcldnn.partition import Partition
 
@@ -29,87 +30,6 @@ def pair(value: int | tuple[int, int], name: str, least: int) -> tuple[int, int]
     if len(both) != 2 or not all(isinstance(v, (int, np.integer)) and v >= least for v in both):
         raise ValueError(f"{name}: got {value!r}, wanted one or two integers of at least {least}")
     return int(both[0]), int(both[1])
-
-
-# --- parameters -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A weight array of a layer: its logical shape for users, the shape of its blocked array for kernels.
-
-    Subclasses convert values between the two with `to_blocked` and `from_blocked`.
-    """
-
-    name: str  # "weight" or "bias", as PyTorch has it
-    shape: tuple[int, ...]
-    array_shape: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """Numbers, logical."""
-        return prod(self.shape)
-
-    @property
-    def array_size(self) -> int:
-        """Numbers in memory, padded lanes included."""
-        return prod(self.array_shape)
-
-    @property
-    def fan_in(self) -> int:
-        """Inputs that add up to one output (`shape` is (out, in, ...))."""
-        return prod(self.shape[1:])
-
-    @property
-    def fan_out(self) -> int:
-        """Outputs that one input adds to."""
-        return self.shape[0] * prod(self.shape[2:])
-
-    def to_blocked(self, logical: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
-
-    def from_blocked(self, blocked: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Bias(Parameter):
-    """One number an output channel; zero at the start."""
-
-    block: int
-
-    @classmethod
-    def of(cls, channels: int, block: int) -> Bias:
-        return cls("bias", (channels,), (-(-channels // block) * block,), block)
-
-    def to_blocked(self, logical):
-        return bias_to_blocked(logical, self.block)
-
-    def from_blocked(self, blocked):
-        return bias_from_blocked(blocked, self.shape[0])
-
-
-def glorot_std(fan_in: int, fan_out: int) -> float:
-    """Standard deviation that keeps variance in both directions [Glorot and Bengio 2010, equation 16]."""
-    return sqrt(2 / (fan_in + fan_out))
-
-
-def draw_parameters(parameters: tuple[Parameter, ...], weight_std, seed: int, index: int) -> dict[str, np.ndarray]:
-    """Starting values, logical: weights normal with `weight_std(fan_in, fan_out)`, biases zero.
-
-    Drawn from Philox keyed by (seed, index of the layer in its network), in logical order: the same for every rank,
-    SIMD width and partition, and for a layer whatever the other layers are.
-    """
-    random = np.random.Generator(np.random.Philox(key=[seed, index]))
-    values = {}
-    for parameter in parameters:
-        if isinstance(parameter, Bias):
-            values[parameter.name] = np.zeros(parameter.shape, np.float32)
-        else:
-            value = random.standard_normal(parameter.shape, np.float32)
-            value *= np.float32(weight_std(parameter.fan_in, parameter.fan_out))
-            values[parameter.name] = value
-    return values
 
 
 # --- plan -------------------------------------------------------------------------------------------------------
@@ -139,6 +59,8 @@ class LayerPlan:
     parameters: tuple[Parameter, ...] = ()
     fused: Layer | None = None  # the activation that this layer's kernel applies as well
     partition: Partition = ONE_RANK
+    pieces: int = 0  # of the minibatch and of the outputs, added in a tree: exact mode; 0 adds as it comes
+    piece_images: int = 0  # most images of such a piece
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -147,6 +69,16 @@ class LayerPlan:
     def saves(self) -> frozenset[str]:
         """Which of "input" and "output" the backward passes read."""
         return self.layer.saves | (self.fused.saves if self.fused else frozenset())
+
+    @property
+    def call_images(self) -> int:
+        """Images for which blocking is chosen: it may decide the order of sums, so in exact mode not the rank's."""
+        return self.piece_images or self.images
+
+    @property
+    def group_images(self) -> int:
+        """Most images that pass through this layer on a rank: those of all ranks of its group."""
+        return self.images * self.partition.model
 
     @property
     def parameter_count(self) -> int:
@@ -190,6 +122,8 @@ class StepContext:
     seed: int = 0
     epoch: int = 0
     sample_ids: np.ndarray | None = None  # int64 (N,): which sample of the data set each image is
+    counts: tuple[int, ...] = ()  # images of each rank; read only when several ranks share a layer
+    piece_counts: tuple[int, ...] = ()  # images of each piece of the minibatch, in exact mode
 
 
 @dataclass
@@ -200,7 +134,7 @@ class Memory:
     input_grad: np.ndarray | None = None
     parameters: np.ndarray | None = None  # flat: blocked weight, then padded bias; the unit of exchange
     gradients: np.ndarray | None = None  # likewise
-    scratch: dict[str, np.ndarray] = field(default_factory=dict)  # by pass
+    scratch: dict[str, np.ndarray] = field(default_factory=dict)  # by pass, or by what else it is for
 
 
 class Unit:
@@ -258,6 +192,7 @@ class Layer:
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
+    splittable = False  # ranks can share its outputs: it has `output_blocks`, `part` and `compute_input_grad_of`
     spread = 1.0  # factor by which it raises the mean square of what it passes on
     weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
@@ -284,6 +219,18 @@ class Layer:
         """Whether this layer's kernel can apply the layer that follows as well."""
         return False
 
+    def output_blocks(self, block: int) -> int:
+        """Blocks of `block` outputs that a splittable layer has."""
+        raise NotImplementedError
+
+    def part(self, plan: LayerPlan, start: int, stop: int) -> LayerPlan:
+        """The plan of those of this layer's weights that make the output blocks start..stop-1.
+
+        Only layers that are `splittable` are asked. Blocked arrays have output blocks outermost, so a part of one is
+        contiguous.
+        """
+        raise NotImplementedError
+
     def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
         """Write y, padded lanes included (as zeros)."""
         raise NotImplementedError
@@ -296,19 +243,27 @@ class Layer:
         """Overwrite dx, padded lanes included (as zeros). dx may be dy itself unless `aliasing` is "none"."""
         raise NotImplementedError
 
+    def compute_input_grad_of(self, unit: Unit, dy: np.ndarray, dx: np.ndarray, start: int, stop: int) -> None:
+        """The same from the output blocks start..stop-1 alone; dy holds no others."""
+        raise NotImplementedError
+
     # --- the same for all layers ---
 
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
         fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
+        pieces: int = 0, piece_images: int = 0,
     ) -> LayerPlan:  # fmt: skip
-        """Plan this layer for `images` images of layout `input`."""
+        """Plan this layer for `images` images of layout `input` on each rank."""
         block = machine.width
         try:
             output = self.output_layout(input, block)
         except ValueError as error:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
-        plan = LayerPlan(index, name, self, input, output, images, self.parameters(input, block), fused, partition)
+        parameters = self.parameters(input, block)
+        plan = LayerPlan(
+            index, name, self, input, output, images, parameters, fused, partition, pieces, piece_images
+        )
         made = {
             "forward": True,
             "weight_grad": training and bool(plan.parameters),

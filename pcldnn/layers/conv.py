@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pcldnn import _kernels as kernels
 from pcldnn.blocking import ConvShape, conv_forward, conv_input_grad, conv_weight_grad
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, pair
+from pcldnn.layers.base import Layer, by_channel_block, pair
+from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
 
 
@@ -82,7 +83,7 @@ class Conv2d(Layer):
 
     def plan_pass(self, pass_name, plan, machine, threads):
         shape = ConvShape(
-            plan.images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
+            plan.call_images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
             self.stride, self.padding, plan.input.block,
         )  # fmt: skip
         weight_size = plan.parameters[0].array_size

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Bias, Layer, Parameter, by_channel_block, by_image
+from pcldnn.layers.base import Layer, by_channel_block, by_image
+from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
 
 
@@ -39,6 +40,7 @@ class Linear(Layer):
 
     saves = frozenset({"input"})
     takes_unpadded = True
+    splittable = True
 
     def __post_init__(self):
         if self.in_features < 1 or self.out_features < 1:
@@ -55,15 +57,27 @@ class Linear(Layer):
         return Layout.vector(self.out_features, block)
 
     def parameters(self, input: Layout, block: int) -> tuple[Parameter, ...]:
-        array_shape = (blocks(self.out_features, block), input.padded_features, block)
-        weight = LinearWeight("weight", (self.out_features, self.in_features), array_shape, input)
-        return (weight, Bias.of(self.out_features, block)) if self.bias else (weight,)
+        return self._parameters(self.out_features, input, block)
+
+    def _parameters(self, outputs: int, input: Layout, block: int) -> tuple[Parameter, ...]:
+        array_shape = (blocks(outputs, block), input.padded_features, block)
+        weight = LinearWeight("weight", (outputs, self.in_features), array_shape, input)
+        return (weight, Bias.of(outputs, block)) if self.bias else (weight,)
+
+    def output_blocks(self, block):
+        return blocks(self.out_features, block)
+
+    def part(self, plan, start, stop):
+        block = plan.output.block
+        outputs = min(stop * block, self.out_features) - min(start * block, self.out_features)
+        parameters = self._parameters(outputs, plan.input, block)
+        return replace(plan, output=Layout.vector(outputs, block), parameters=parameters)
 
     def multiply_adds(self, input: Layout, output: Layout) -> int:
         return self.in_features * self.out_features
 
     def plan_pass(self, pass_name, plan, machine, threads):
-        sizes = plan.images, plan.input.padded_features, plan.output.padded_features
+        sizes = plan.group_images, plan.input.padded_features, plan.output.padded_features
         scratch = kernels.linear_scratch_size(*sizes)
         return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch)
 
@@ -88,7 +102,13 @@ class Linear(Layer):
             kernels.bias_grad(by_channel_block(dy), unit.grad["bias"], unit.num_threads)
 
     def compute_input_grad(self, unit, dy, dx):
+        self.compute_input_grad_of(unit, dy, dx, 0, len(unit.value["weight"]))
+
+    def compute_input_grad_of(self, unit, dy, dx, start, stop):
+        if start == stop:
+            dx[...] = 0
+            return
         kernels.linear_input_grad(
-            by_image(dy), unit.value["weight"], by_image(dx),
+            by_image(dy), unit.value["weight"][start:stop], by_image(dx),
             unit.memory.scratch.get("input_grad"), unit.plan.input_grad.blocking, unit.num_threads,
         )  # fmt: skip

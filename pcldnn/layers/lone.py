@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from pcldnn import _kernels as kernels
-from pcldnn.layers.base import PASSES, Layer, Memory, StepContext, Unit, draw_parameters, glorot_std
+from pcldnn.layers.base import PASSES, Layer, Memory, StepContext, Unit
+from pcldnn.layers.parameter import draw_parameters, glorot_std
 from pcldnn.layout import Layout, aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import Machine, threads_per_rank
 

@@ -1,0 +1,109 @@
+"""``python -m pcldnn replay``: compute a window of a recorded run again, on one rank, and find where it parts.
+
+A run in exact mode writes digests of every layer's weights and momentum into its metrics file. From one of its
+checkpoints this computes the same steps again. If all digests are equal, so were all bits, on whatever machines the
+run was made; if not, the first step and layer that differ are where to look: a broken node, a memory error, another
+version of pcldnn.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from pcldnn import optim
+from pcldnn.arguments import parse
+from pcldnn.checkpoint import Reader
+from pcldnn.communicator import SerialCommunicator
+from pcldnn.script import open_data, schedule
+from pcldnn.train import Trainer
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a replay found.
+
+    Attributes
+    ----------
+    first, last : int
+        Steps that were computed.
+    compared : int
+        Steps with a digest among them.
+    step : int or None
+        The first one whose digest differs.
+    layers : tuple of str
+        Layers that differ there, from the input on.
+    """
+
+    first: int
+    last: int
+    compared: int
+    step: int | None = None
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return f"steps {self.first} to {self.last}: all {self.compared} digests are those of the run"
+        layers = ", ".join(self.layers)
+        return f"step {self.step} differs, first in layer {self.layers[0]} (all that differ: {layers})"
+
+
+def recorded_digests(metrics, after: int) -> dict[int, dict[str, str]]:
+    """Digests of layers in a metrics file, by step, of the steps behind step `after`."""
+    found = {}
+    with open(metrics, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                raise ValueError(f"metrics: line {number} of {str(metrics)!r} is not JSON") from None
+            if record.get("step", 0) > after and "layers" in record:
+                found[record["step"]] = record["layers"]
+    return found
+
+
+def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | None = None) -> Comparison:
+    """Train on from `checkpoint` in this process, by its settings, and compare with the digests in `metrics`.
+
+    Parameters
+    ----------
+    job : Job
+        Of the script that made the run.
+    checkpoint, metrics : path
+    steps : int, optional
+        At most so many; default: as far as there are digests.
+    threads : int, optional
+
+    Raises
+    ------
+    ValueError
+        When there is no digest to compare with.
+    """
+    communicator = SerialCommunicator()
+    with Reader(checkpoint) as reader:
+        start = reader.metadata.get("step", 0)
+    wanted = recorded_digests(metrics, start)
+    if steps is not None:
+        wanted = {step: layers for step, layers in wanted.items() if step <= start + steps}
+    if not wanted:
+        raise ValueError(f"metrics: {str(metrics)!r} has no digest of a step behind step {start}, where the checkpoint was "
+                         "written; digests are written with --exact or --digest-interval")  # fmt: skip
+    args = parse(job, ["--resume", str(checkpoint), "--single-process"], communicator, prog="replay")
+    train, _ = open_data(job, args)
+    network = job.build(train.num_classes, train.sample_shape, args.dropout, args.seed)
+    trainer = Trainer(network, optim.SGD(schedule(args), args.momentum, args.weight_decay), communicator, threads,
+                      exact=args.exact)  # fmt: skip
+    found = []
+
+    def compare(record):
+        step = record.get("step")
+        if step in wanted:
+            got = record["layers"]
+            differing = tuple(name for name in got if got[name] != wanted[step].get(name))
+            found.append(Comparison(start + 1, step, len(found) + 1, step if differing else None, differing))
+            if differing:
+                trainer.request_stop(str(found[-1]))
+
+    trainer.fit(train, minibatch=args.minibatch, epochs=args.epochs, steps=max(wanted), resume=checkpoint,
+                digest_interval=1, verbose=False, callback=compare, skip_damaged=args.skip_damaged)  # fmt: skip
+    return next((each for each in found if each.step is not None), found[-1])

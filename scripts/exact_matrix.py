@@ -1,0 +1,133 @@
+#!/usr/bin/env python
+"""Show that exact mode gives the same bits everywhere: one table of runs, one hash for each network.
+
+Each run trains 20 steps with momentum and weight decay: VGG-A on the embedded digits with dropout and augmentation,
+and a small DNN of sigmoid units. Printed is the SHA-256 of all weights and momentum. A line "4, then 2 ranks" was
+stopped half-way, on 4 ranks, and resumed from the checkpoint on 2.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STEPS = 20
+# Ranks, threads of each, partition of the fully connected layers, steps.
+RUNS = [
+    (1, 1, "1x1"), (1, 2, "1x1"),
+    (2, 1, "2x1"), (2, 2, "2x1"), (2, 1, "1x2"),
+    (4, 1, "4x1"), (4, 1, "2x2"), (4, 1, "1x4"), (4, 1, "fc=4x1,{first}=1x4,{last}=2x2"),
+    (8, 1, "8x1"), (8, 1, "4x2"), (8, 1, "2x4"), (8, 1, "1x8"),
+]  # fmt: skip
+
+
+def build(name):
+    """(network, data set, minibatch) of a run."""
+    import numpy as np
+
+    from pcldnn import models
+    from pcldnn.data import ArrayDataset, open_dataset
+
+    if name == "vgg_a":
+        train, _ = open_dataset(shift=2)
+        return models.vgg_a(train.num_classes, train.sample_shape, seed=1), train, 20
+    random = np.random.default_rng(0)
+    frames = ArrayDataset(random.standard_normal((203, 117)).astype(np.float32), random.integers(0, 61, 203), 61)
+    return models.cd_dnn(117, (150, 77, 96), 61, seed=1), frames, 37
+
+
+def worker(args):
+    """One run, or a half of one, under mpirun."""
+    from pcldnn import SGD, Trainer, communicator
+    from pcldnn.arguments import partitions
+
+    with communicator.create() as comm, comm.abort_on_error():
+        network, train, minibatch = build(args.network)
+        names = {"first": "fc6" if args.network == "vgg_a" else "fc1", "last": "fc8" if args.network == "vgg_a" else "fc4"}
+        grids = args.partition.format(**names)
+        grids = partitions(grids if "=" in grids else f"fc={grids}")
+        optimizer = SGD(0.01, momentum=0.9, weight_decay=5e-4)
+        trainer = Trainer(network, optimizer, comm, args.threads, partitions=grids, exact=not args.default_mode)
+        records = []
+        start = time.perf_counter()
+        trainer.fit(train, minibatch=minibatch, epochs=100, steps=args.steps, digest_interval=STEPS, verbose=False,
+                    callback=records.append, checkpoint=args.checkpoint, resume=args.resume)
+        if comm.rank == 0:
+            print(json.dumps({"digest": records[-1].get("digest"), "loss": records[-1]["loss"],
+                              "seconds": time.perf_counter() - start, "mpi": comm.library}), flush=True)
+
+
+def run(python, network, ranks, threads, partition, *options, steps=STEPS):
+    """Start a worker under the mpirun that is beside `python`; what it printed."""
+    mpirun = Path(python).parent / "mpirun"
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    more = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in said.stdout else []
+    if more and os.getuid() == 0:
+        more.append("--allow-run-as-root")
+    command = [mpirun, *more, "-n", ranks, python, __file__, "--worker", "--network", network, "--threads", threads,
+               "--partition", partition, "--steps", steps, *options]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        sys.exit(f"failed: {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def resumed(python, network, first, second):
+    """`first` ranks to the middle, `second` ranks from the checkpoint on."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "half.safetensors"
+        run(python, network, first, 1, f"{first}x1", "--checkpoint", path, steps=STEPS // 2)
+        return run(python, network, second, 1, f"1x{second}", "--resume", path)
+
+
+def show(network, pythons, most_ranks):
+    """Print the table of one network; whether all digests are equal."""
+    print(f"{network}: {STEPS} steps\n{'MPI':<18} {'ranks':<14} {'threads':<8} {'fully connected':<32} {'time':>8}  SHA-256")
+    digests = set()
+    for python in pythons:
+        for ranks, threads, partition in RUNS:
+            if ranks <= most_ranks:
+                line(f"{ranks}", threads, partition, run(python, network, ranks, threads, partition), digests)
+        if most_ranks >= 4:
+            line("4, then 2", 1, "4x1, then 1x2", resumed(python, network, 4, 2), digests)
+    exact, default = (run(pythons[0], network, 1, 1, "1x1", *options)["seconds"] for options in ((), ("--default-mode",)))
+    print(f"cost on one rank: {exact:.2f} s, without exact mode {default:.2f} s ({100 * (exact / default - 1):+.0f} %)")
+    print(f"{network}: {'ONE HASH ' + min(digests) if len(digests) == 1 else f'{len(digests)} DIFFERENT HASHES'}\n", flush=True)
+    return len(digests) == 1
+
+
+def line(ranks, threads, partition, result, digests):
+    digests.add(result["digest"])
+    print(f"{result['mpi']:<18} {ranks:<14} {threads:<8} {partition:<32} {result['seconds']:>6.1f} s  {result['digest']}",
+          flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", action="append", metavar="PYTHON", help=(
+        "interpreter of an environment with pcldnn and an MPI, whose mpirun is beside it; may be repeated: one MPICH, one "
+        "Open MPI (default: this one)"))
+    parser.add_argument("--network", choices=("vgg_a", "dnn"), help="only this one")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="most ranks (default %(default)s)")
+    hidden = {"help": argparse.SUPPRESS}
+    parser.add_argument("--worker", action="store_true", **hidden)
+    parser.add_argument("--default-mode", action="store_true", **hidden)
+    parser.add_argument("--threads", type=int, default=1, **hidden)
+    parser.add_argument("--partition", **hidden)
+    parser.add_argument("--steps", type=int, **hidden)
+    parser.add_argument("--checkpoint", **hidden)
+    parser.add_argument("--resume", **hidden)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    networks = [args.network] if args.network else ["dnn", "vgg_a"]
+    equal = [show(network, args.python or [sys.executable], args.ranks) for network in networks]
+    return 0 if all(equal) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
