@@ -22,9 +22,14 @@ from pcldnn.machine import Machine
 
 FLOAT = 4  # [byte]
 FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
-TILE_START = 30  # cycles to start and end a register tile: table look-ups, accumulators to and from cache
-SEGMENT_START = 12  # cycles for another range of pixels within a tile: an indirect jump and loop set-up
+# Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3:
+TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
+SEGMENT_START = 20  # for another range of pixels within a tile: an indirect jump and loop set-up
+LINE_IN_ROW = 3  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
+LINE_ACROSS = 8  # for a line of y when the pixels of a tile lie in different images
+PACK = 2  # to pack one number
 L2_BYTES = 16  # bytes a cycle from L2 that a kernel gets while it computes
+L3_BYTES = 8  # from L3
 ENOUGH_JOBS = 32  # independent blocks of dweight below which private copies are made: results on 2 and 64 cores agree
 MOST_COPY_BYTES = 32 * 1024**2
 
@@ -87,13 +92,17 @@ def conv_forward(shape: ConvShape, machine: Machine) -> ConvBlocking:
     return min((ConvBlocking(*c) for c in candidates), key=lambda c: _forward_cycles(shape, machine, c))
 
 
-def conv_input_grad(shape: ConvShape, machine: Machine) -> ConvBlocking:
-    """Blocking of the input gradient: that of the convolution of dy that it is (for stride 1; nearly so for others)."""
-    stride = shape.stride
-    rows, cols = ceil(shape.H / stride[0]), ceil(shape.W / stride[1])
-    R, S = ceil(shape.R / stride[0]), ceil(shape.S / stride[1])
+def gradient_shape(shape: ConvShape) -> ConvShape:
+    """The convolution of dy that the input gradient is: exactly for stride 1, nearly so for others."""
+    rows, cols = ceil(shape.H / shape.stride[0]), ceil(shape.W / shape.stride[1])
+    R, S = ceil(shape.R / shape.stride[0]), ceil(shape.S / shape.stride[1])
     padding = (max((rows - shape.P + R - 1) // 2, 0), max((cols - shape.Q + S - 1) // 2, 0))
-    return conv_forward(ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, R, S, (1, 1), padding), machine)
+    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, R, S, (1, 1), padding)
+
+
+def conv_input_grad(shape: ConvShape, machine: Machine) -> ConvBlocking:
+    """Blocking of the input gradient."""
+    return conv_forward(gradient_shape(shape), machine)
 
 
 def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> WeightGradBlocking:
@@ -103,13 +112,17 @@ def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> We
     in_blocks, pairs = ceil(shape.C / lanes), ceil(ceil(shape.K / width) / 2)
     filter_bytes = FLOAT * pairs * 2 * width * in_blocks * lanes * shape.R * shape.S
     copies = min(ceil(ENOUGH_JOBS / (pairs * in_blocks)), max(shape.N, 1), 1 + MOST_COPY_BYTES // filter_bytes)
+    most = max(min(in_blocks, pairs * in_blocks * copies // (8 * threads), 8), 1)
+    candidates = product(_sizes(shape.P), (False, True), sorted({1, ceil(most / 4), ceil(most / 2), most}))
     images = max(shape.N // copies, 1)
-    band, across = min(
-        product(_sizes(shape.P), (False, True)),
-        key=lambda c: _weight_grad_cycles(shape, machine, images, *c),
-    )
-    c_blocks = max(min(in_blocks, pairs * in_blocks * copies // (8 * threads), 8), 1)
-    return WeightGradBlocking(1 if across else band, c_blocks, copies, across)
+    band, across, c_blocks = min(candidates, key=lambda c: _weight_grad_cycles(shape, machine, images, *c))
+    return WeightGradBlocking(band, c_blocks, copies, across)
+
+
+def pack_size(shape: ConvShape, machine: Machine) -> int:
+    """Scratch that `conv2d_forward` needs to pack its input by tiles of images [float32]."""
+    lanes, tile = shape.lanes or machine.width, machine.tile[1]
+    return ceil(shape.N / tile) * tile * ceil(shape.C / lanes) * lanes * shape.H * shape.W
 
 
 def _sizes(n: int) -> list[int]:
@@ -137,74 +150,91 @@ def _taps(outputs: int, taps: int, stride: int, padding: int, inputs: int) -> tu
     return tuple(range(max(-s, 0), max(min(inputs - s, taps), max(-s, 0))) for s in starts)
 
 
-def _row_cycles(shape: ConvShape, machine: Machine, rows: int) -> float:
-    """Cycles of one row of tiles along a row per summed channel, and its fixed cost, `rows` filter rows in reach."""
+def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
+    """(cycles per summed channel and filter row, segments) of one row of tiles along an image row."""
     columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
     cuts = _cut(shape.Q, machine.tile[1])
-    total = 0.0
+    total, segments = 0.0, 0
     for first, last in pairwise(cuts):
-        for tap in range(shape.S):
-            active = sum(tap in columns[q] for q in range(first, last))
-            total += _step_cycles(machine, active) if active else 0
-    return total * rows
+        spans = [[q for q in range(first, last) if tap in columns[q]] for tap in range(shape.S)]
+        total += sum(_step_cycles(machine, len(span)) for span in spans if span)
+        segments += 1 + sum(a != b for a, b in pairwise(spans))
+    return total, segments
 
 
 @lru_cache(maxsize=1024)
-def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) -> tuple[float, int]:
-    """(cycles per summed channel, register tiles) of one pair of output vectors."""
+def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) -> tuple[float, int, int]:
+    """(cycles per summed channel, register tiles, segments) of one pair of output vectors."""
     rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
     if not across_images:
+        cycles, segments = _row_cycles(shape, machine)
         tiles = shape.N * shape.P * ceil(shape.Q / machine.tile[1])
-        return shape.N * _row_cycles(shape, machine, sum(rows)), tiles
+        return shape.N * sum(rows) * cycles, tiles, shape.N * shape.P * segments
     columns = [len(taps) for taps in _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
     cuts = _cut(max(shape.N, 1), machine.tile[1])
     per_pixel = sum(_step_cycles(machine, last - first) for first, last in pairwise(cuts))
-    return sum(rows) * sum(columns) * per_pixel, shape.P * shape.Q * (len(cuts) - 1)
+    tiles = shape.P * shape.Q * (len(cuts) - 1)
+    return sum(rows) * sum(columns) * per_pixel, tiles, tiles
 
 
 def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> float:
-    """Modelled cycles of one pair of output vectors: compute, tile starts, and bytes between L2 and L1."""
-    lanes, vectors = shape.lanes or machine.width, machine.tile[0]
+    """Modelled cycles of one pair of output vectors: compute, tile starts, and bytes between caches."""
+    lanes, (vectors, tile) = shape.lanes or machine.width, machine.tile
     in_blocks = ceil(shape.C / lanes)
-    groups = ceil(in_blocks / blocking.c_blocks)
-    compute, tiles = _forward_compute(shape, machine, blocking.across_images)
+    c_blocks, across = blocking
+    groups = ceil(in_blocks / c_blocks)
+    compute, tiles, segments = _forward_compute(shape, machine, across)
+    inputs = shape.N * in_blocks * lanes * shape.H * shape.W
     out = FLOAT * shape.N * shape.P * shape.Q * vectors * machine.width
-    weights = FLOAT * vectors * machine.width * blocking.c_blocks * lanes * shape.R * shape.S
-    images = machine.tile[1] if blocking.across_images else 1
-    rows = FLOAT * images * blocking.c_blocks * lanes * shape.R * shape.W
-    reads = FLOAT * shape.N * in_blocks * lanes * shape.H * shape.W
-    if weights + rows > machine.l1:
-        reads *= ceil(shape.R / shape.stride[0])
-    weight_reads = weights * groups * (1 if 2 * weights <= machine.l1 else tiles)
-    moved = out * (2 * groups - 1) + reads + weight_reads
-    return compute * in_blocks * lanes + tiles * groups * TILE_START + moved / L2_BYTES
+    weights = FLOAT * vectors * machine.width * c_blocks * lanes * shape.R * shape.S
+    rows = FLOAT * (tile if across else 1) * c_blocks * lanes * shape.R * shape.W
+    rereads = ceil(shape.R / shape.stride[0])
+    moved = out * (2 * groups - 1) + weights * groups * (1 if 2 * weights <= machine.l1 else tiles)
+    moved += FLOAT * inputs * (1 if weights + rows <= machine.l1 else rereads)
+    starts = groups * (tiles * TILE_START + segments * SEGMENT_START)
+    cycles = compute * in_blocks * lanes + starts + moved / L2_BYTES
+    if weights + rows > machine.l2 // 4:
+        cycles += FLOAT * inputs * rereads / L3_BYTES
+    if across:
+        pairs = ceil(ceil(shape.K / machine.width) / vectors)
+        return cycles + tiles * groups * vectors * tile * LINE_ACROSS + PACK * inputs / pairs
+    lines = 1 + min(tile, shape.Q) * shape.stride[1] * lanes * FLOAT / 64
+    return cycles + tiles * in_blocks * shape.R * lines * LINE_IN_ROW
 
 
-def _weight_grad_cycles(shape: ConvShape, machine: Machine, images: int, band: int, across_images: bool) -> float:
+def _weight_grad_cycles(
+    shape: ConvShape, machine: Machine, images: int, band: int, across: bool, c_blocks: int
+) -> float:
     """Modelled cycles of one pair of output vectors and one input channel block over `images` images."""
     vectors, tile = machine.tile
     lanes = shape.lanes or machine.width
     cuts = _cut(shape.S * lanes, tile)
+    tiles = shape.R * (len(cuts) - 1)
     rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
     columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
-    if across_images:
-        band = 1
     steps, changes = 0.0, 0
     for first, last in pairwise(cuts):
         spans = [(max(t.start * lanes, first), min(t.stop * lanes, last)) for t in columns]
-        active = [max(stop - start, 0) for start, stop in spans]
-        steps += sum(_step_cycles(machine, a) for a in active if a)
-        changes += len(active) if across_images else sum(a != b for a, b in pairwise(spans)) + 1
-    visits = ceil(shape.P / band) * shape.R * (len(cuts) - 1) * (1 if across_images else images)
-    segments = changes * ceil(shape.P / band) * shape.R * (1 if across_images else images)
-    depth = images if across_images else 1
+        steps += sum(_step_cycles(machine, stop - start) for start, stop in spans if stop > start)
+        changes += sum(a != b for a, b in pairwise(spans)) + 1
+    depth = images if across else 1  # images that a visit of a block of dweight covers
+    visits = ceil(shape.P / band) * (images / depth)
     dy = FLOAT * band * shape.Q * vectors * machine.width * depth
-    x = FLOAT * min(band * shape.stride[0] + shape.R, shape.H) * shape.W * lanes * depth
-    reads = 1 if dy + x <= machine.l1 else shape.R * (len(cuts) - 1)
-    spilled = 1 if dy + x <= machine.l2 // 2 else 4  # beyond L2 the bytes come that much slower
-    moved = (dy + x) * reads * ceil(shape.P / band) * (1 if across_images else images)
-    compute = steps * sum(rows) * images
-    return max(compute, spilled * moved / L2_BYTES) + visits * TILE_START + segments * SEGMENT_START
+    x_rows = min((band - 1) * shape.stride[0] + shape.R, shape.H)
+    x = FLOAT * x_rows * shape.W * lanes * depth
+    from_l2 = (dy + x) * (1 if dy + x <= machine.l1 else tiles)
+    fits = dy + c_blocks * x <= machine.l2 // 2
+    fresh = x if not fits else min(x, FLOAT * band * shape.stride[0] * shape.W * lanes * depth)
+    from_l3 = dy / c_blocks + fresh
+    if dy + x > machine.l2 // 2:
+        from_l3 = (dy + x) * tiles
+    compute = max(steps * sum(rows) * images, visits * from_l2 / (2 * L2_BYTES))
+    cycles = compute + visits * (from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * SEGMENT_START)
+    if across:
+        pairs, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)
+        inputs, outputs = lanes * shape.H * shape.W, vectors * machine.width * shape.P * shape.Q
+        cycles += PACK * images * (inputs / pairs + outputs / in_blocks)
+    return cycles
 
 
 # --- the paper's question -----------------------------------------------------------------------------------------

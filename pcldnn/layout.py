@@ -107,8 +107,8 @@ def as_float32(array, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
     array = np.asarray(array)
     if not np.can_cast(array.dtype, np.float32, "safe"):
         raise ValueError(
-            f"{name}: got dtype {array.dtype}, wanted float32 (or a type that float32 holds exactly: bool, int8, uint8, "
-            f"int16, uint16, float16); convert with .astype(numpy.float32) if rounding is meant"
+            f"{name}: got dtype {array.dtype}, wanted float32 (or a type that float32 holds exactly: bool, int8, "
+            f"uint8, int16, uint16, float16); convert with .astype(numpy.float32) if rounding is meant"
         )
     fits = array.ndim == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape))
     if not fits:

@@ -19,7 +19,7 @@ import numpy as np
 
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import Memory, StepContext, Unit
+from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
 from pcldnn.overlap import Overlap
@@ -218,16 +218,17 @@ class Network:
             self._share()
         for layer in new.layers:
             placement = self._weights.placements.get(layer.name)
+            scratch = dict.fromkeys(PASSES) | {
+                role.removesuffix(" scratch"): flat
+                for (name, role), flat in arrays.items()
+                if name == layer.name and role not in ("output", "input_grad")
+            }
             memory = Memory(
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
                 gradients=placement.data.allocate(placement.part.parameter_size) if layer.weight_grad else None,
-                scratch={
-                    role.removesuffix(" scratch"): flat
-                    for (name, role), flat in arrays.items()
-                    if name == layer.name and role not in ("output", "input_grad")
-                },
+                scratch=scratch,
             )
             self._units.append(
                 placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
@@ -349,7 +350,7 @@ class Network:
         return np.array([losses[start:stop].sum() for start, stop in pairwise(inside)])
 
     def backward(self) -> None:
-        """Gradients of the step that `forward_loss` began. Collective: each goes to its owners as soon as it is there."""
+        """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective."""
         step = self._started("backward")
         dy = self._output_grad[: len(step.sample_ids)]
         if self._overlap:

@@ -114,7 +114,9 @@ class SGD:
         """Learning rate at a point of the training."""
         return self.schedule(epoch)
 
-    def update(self, layer: str, weights: np.ndarray, gradients: np.ndarray, epoch: float, num_threads: int = 1) -> None:
+    def update(
+        self, layer: str, weights: np.ndarray, gradients: np.ndarray, epoch: float, num_threads: int = 1
+    ) -> None:
         """One step of one layer's owned shard: flat float32 arrays, `weights` changes in place."""
         velocity = self._shards.get(layer)
         if velocity is None:

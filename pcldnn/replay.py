@@ -81,7 +81,8 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     """
     communicator = SerialCommunicator()
     with Reader(checkpoint) as reader:
-        start = reader.metadata.get("step", 0)
+        metadata = reader.metadata
+    start = metadata.get("step", 0)
     wanted = recorded_digests(metrics, start)
     if steps is not None:
         wanted = {step: layers for step, layers in wanted.items() if step <= start + steps}
@@ -89,7 +90,10 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
         raise ValueError(f"metrics: {str(metrics)!r} has no digest of a step behind step {start}, where the checkpoint was "
                          "written; digests are written with --exact or --digest-interval")  # fmt: skip
     args = parse(job, ["--resume", str(checkpoint), "--single-process"], communicator, prog="replay")
+    args.steps = metadata["steps_per_epoch"]  # the length of made-up data goes by it
     train, _ = open_data(job, args)
+    if train.fingerprint() != metadata["dataset"]:
+        raise ValueError(f"data: {train.name} is not what the checkpoint {str(checkpoint)!r} was trained on")
     network = job.build(train.num_classes, train.sample_shape, args.dropout, args.seed)
     trainer = Trainer(network, optim.SGD(schedule(args), args.momentum, args.weight_decay), communicator, threads,
                       exact=args.exact)  # fmt: skip

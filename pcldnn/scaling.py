@@ -50,7 +50,8 @@ def best_groups(
 ) -> float:  # fmt: skip
     """G* as a real number: where the derivative of the hybrid volume by G vanishes (derived).
 
-    G* = sqrt(2 N MB in_w in_h / ((2 - overlap) ofm kw kh)); for a fully connected layer without overlap sqrt(N MB / ofm).
+    G* = sqrt(2 N MB in_w in_h / ((2 - overlap) ofm kw kh)); for a fully connected layer without overlap that is
+    sqrt(N MB / ofm).
     """
     pixels, taps = input_size[0] * input_size[1], kernel[0] * kernel[1]
     return sqrt(2 * nodes * minibatch * pixels / ((2 - overlap) * ofm * taps))

@@ -1,4 +1,4 @@
-"""The weights of a whole network: logical arrays under PyTorch's names, flat blocked arrays by layer, and how they start.
+"""The weights of a whole network: logical arrays under PyTorch's names, flat arrays by layer, and how they start.
 
 Everything shaped like the weights goes through here: the weights themselves, gradients, momentum; and so does the
 question which part of them this rank holds.

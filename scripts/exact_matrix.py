@@ -22,6 +22,7 @@ RUNS = [
     (4, 1, "4x1"), (4, 1, "2x2"), (4, 1, "1x4"), (4, 1, "fc=4x1,{first}=1x4,{last}=2x2"),
     (8, 1, "8x1"), (8, 1, "4x2"), (8, 1, "2x4"), (8, 1, "1x8"),
 ]  # fmt: skip
+EDGES = {"vgg_a": {"first": "fc6", "last": "fc8"}, "dnn": {"first": "fc1", "last": "fc4"}}
 
 
 def build(name):
@@ -46,9 +47,7 @@ def worker(args):
 
     with communicator.create() as comm, comm.abort_on_error():
         network, train, minibatch = build(args.network)
-        names = {"first": "fc6" if args.network == "vgg_a" else "fc1", "last": "fc8" if args.network == "vgg_a" else "fc4"}
-        grids = args.partition.format(**names)
-        grids = partitions(grids if "=" in grids else f"fc={grids}")
+        grids = partitions(args.partition if "=" in args.partition else f"fc={args.partition}")
         optimizer = SGD(0.01, momentum=0.9, weight_decay=5e-4)
         trainer = Trainer(network, optimizer, comm, args.threads, partitions=grids, exact=not args.default_mode)
         records = []
@@ -69,7 +68,10 @@ def run(python, network, ranks, threads, partition, *options, steps=STEPS):
         more.append("--allow-run-as-root")
     command = [mpirun, *more, "-n", ranks, python, __file__, "--worker", "--network", network, "--threads", threads,
                "--partition", partition, "--steps", steps, *options]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=1800, check=False)
+    # On a machine with fewer cores than ranks times threads, threads that spin while they wait would take for ever.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=1800, check=False,
+                          env=environment)
     if done.returncode:
         sys.exit(f"failed: {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -90,6 +92,7 @@ def show(network, pythons, most_ranks):
     for python in pythons:
         for ranks, threads, partition in RUNS:
             if ranks <= most_ranks:
+                partition = partition.format(**EDGES[network])
                 line(f"{ranks}", threads, partition, run(python, network, ranks, threads, partition), digests)
         if most_ranks >= 4:
             line("4, then 2", 1, "4x1, then 1x2", resumed(python, network, 4, 2), digests)

@@ -73,11 +73,13 @@ def draw(runs, labels, title):
     axes[0].set_ylim(bottom=0)
     if evaluated:
         axes[1].set_ylabel("top-1 on validation [%]")
+        axes[1].set_ylim(top=100)
     if len(runs) > 1:
         axes[0].legend(frameon=False, labelcolor=INK)
     axes[-1].set_xlabel("step")
     for panel in axes:
         style(panel)
+    figure.align_ylabels()
     if title:
         figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     return figure

@@ -39,7 +39,7 @@ def unblock_filter(weight, k, c):
 def block_vector(bias, b):
     """(K,) -> (KB*b,)."""
     padded = np.zeros(blocks(len(bias), b) * b, bias.dtype)
-    padded[:len(bias)] = bias
+    padded[: len(bias)] = bias
     return padded
 
 
@@ -51,8 +51,9 @@ def padding_lanes(y, channels):
 class Arena:
     """Hands out arrays that lie between guards of NaN, at the worst alignment a float can have.
 
-    A kernel that reads beyond its input gets NaN in its result; one that writes beyond its output is found by `check`.
-    Outputs are handed out full of NaN, so that nothing left unwritten or added to unnoticed can pass for a result.
+    A kernel that reads beyond its input gets NaN in its result; one that writes beyond its output is found by
+    `check`. Outputs are handed out full of NaN, so that nothing left unwritten or added to unnoticed can pass
+    for a result.
     """
 
     GUARD = 33  # [elements]; odd: no alignment beyond that of the element
@@ -74,11 +75,11 @@ class Arena:
         size = int(np.prod(shape))
         buffer = np.full(size + 2 * self.GUARD, np.nan if dtype.kind == "f" else -(2**62), dtype)
         self.buffers.append((buffer, size))
-        return buffer[self.GUARD:self.GUARD + size].reshape(shape)
+        return buffer[self.GUARD : self.GUARD + size].reshape(shape)
 
     def check(self):
         """Refuse if a guard was written to."""
         for buffer, size in self.buffers:
-            for guard in (buffer[:self.GUARD], buffer[self.GUARD + size:]):
+            for guard in (buffer[: self.GUARD], buffer[self.GUARD + size :]):
                 intact = np.isnan(guard) if buffer.dtype.kind == "f" else guard == -(2**62)
                 assert intact.all(), "a kernel wrote beyond the end of an array"

@@ -1,7 +1,7 @@
 """The tables that tests run over.
 
-Who adds a layer adds a row to LAYERS; who finds a shape that breaks adds it too. The kernels have tables of their own:
-they take any shape, whether or not a layer would.
+Who adds a layer adds a row to LAYERS; who finds a shape that breaks adds it too. The kernels have tables of
+their own: they take any shape, whether or not a layer would.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ class Convolution(NamedTuple):
         return tuple((size + 2 * padding - kernel) // stride + 1 for size, kernel, stride, padding in parts)
 
 
-# Every convolution of the two networks, one or two images; where the whole image would take long, fewer rows of
-# the full width. (conv8 of VGG-A has the shape of conv7.)
+# Every convolution of the two networks, one or two images; where the whole image would take long, fewer rows
+# of the full width. (conv8 of VGG-A has the shape of conv7.)
 NETWORK_CONVOLUTIONS = [
     Convolution("vgg_a-conv1", 1, 3, (9, 224), 64, (3, 3), padding=(1, 1)),
     Convolution("vgg_a-conv2", 1, 64, (6, 112), 128, (3, 3), padding=(1, 1)),
@@ -67,8 +67,8 @@ NETWORK_CONVOLUTIONS = [
     Convolution("overfeat_fast-conv5", 1, 1024, (3, 12), 1024, (3, 3), padding=(1, 1)),
 ]
 
-# Awkward ones: narrow and wide, odd counts, filters 1 to 11, strides 1 to 4, padding up to and beyond the filter,
-# 1x1 images. All values of C and K from 1 to 33 are in test_a2.
+# Awkward ones: narrow and wide, odd counts, filters 1 to 11, strides 1 to 4, padding up to and beyond the
+# filter, 1x1 images. All values of C and K from 1 to 33 are in test_a2.
 AWKWARD_CONVOLUTIONS = [
     Convolution("one-of-everything", 1, 1, (1, 1), 1, (1, 1)),
     Convolution("1x1-image", 3, 5, (1, 1), 7, (3, 3), padding=(1, 1)),

@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pcldnn
 import pytest
-from pcldnn import _kernels, machine
-
 from blocked import Arena
+
+import pcldnn
+from pcldnn import _kernels, machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

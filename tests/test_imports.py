@@ -19,6 +19,7 @@ LEVELS = [
     ["scaling"],
     ["launcher", "faults", "trace", "commthread", "transfer"],
     ["shared", "grid"],
+    ["memory"],
     ["plan", "communicator"],
     ["exchange", "schedule"],
     ["units"],
@@ -74,9 +75,8 @@ def test_the_check_sees_imports():
 
 def run(code, **environment):
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, **environment}, cwd=PACKAGE.parent
-    ).stdout
+    options = {"env": {**os.environ, **environment}, "cwd": PACKAGE.parent}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, **options).stdout
 
 
 def test_importing_pcldnn_is_light():

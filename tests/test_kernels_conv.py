@@ -1,8 +1,9 @@
 """Convolution of every target against the float64 twin, over the table of shapes, and the cases of CASES.md.
 
-Error bound: with standard normal data a sum of T products rounds, term by term, to within about 0.4 eps T of its value
-(each of T additions adds at most eps/2 of a partial sum, which grows like sqrt(T)); the largest of a million such errors
-is some five times that. The bound is 2 eps (T + 8). Wrong terms are errors of the size of 1.
+Error bound: with standard normal data a sum of T products rounds, term by term, to within about 0.4 eps T of
+its value (each of T additions adds at most eps/2 of a partial sum, which grows like sqrt(T)); the largest of
+a million such errors is some five times that. The bound is 2 eps (T + 8). Wrong terms are errors of the size
+of 1.
 """
 
 from functools import lru_cache
@@ -31,8 +32,12 @@ def normal(shape, seed):
 
 def logical_arrays(case, make=normal):
     """x, weight, bias, dy of a case, logical order."""
-    return (make((case.n, case.channels, *case.size), 0), make((case.filters, case.channels, *case.kernel), 1),
-            make((case.filters,), 2), make((case.n, case.filters, *case.output), 3))
+    return (
+        make((case.n, case.channels, *case.size), 0),
+        make((case.filters, case.channels, *case.kernel), 1),
+        make((case.filters,), 2),
+        make((case.n, case.filters, *case.output), 3),
+    )
 
 
 def run(kernels, case, arrays, b, bc=None, put=np.array, out=None, threads=1, relu=False, blocking=(None, None, None)):
@@ -46,8 +51,8 @@ def run(kernels, case, arrays, b, bc=None, put=np.array, out=None, threads=1, re
     bias = None if bias is None else put(block_vector(bias, b))
     y, dweight, dbias = out(*dy.shape), out(*weight.shape), out(kb * b)
     kernels.conv2d_forward(x, weight, bias, y, *geometry, relu=relu, blocking=blocking[0], num_threads=threads)
-    copies = blocking[2][2] if blocking[2] else 1
-    scratch = out((copies - 1) * dweight.size)
+    copies, across_images = blocking[2][2:] if blocking[2] else (1, False)
+    scratch = out((copies - 1) * dweight.size + (x.size + dy.size if across_images else 0))
     kernels.conv2d_weight_grad(x, dy, dweight, *geometry, scratch=scratch, blocking=blocking[2], num_threads=threads)
     kernels.bias_grad(dy.reshape(dy.shape[0], kb, dy.shape[2] * dy.shape[3], b), dbias, num_threads=threads)
     if bc != b:
@@ -60,8 +65,12 @@ def run(kernels, case, arrays, b, bc=None, put=np.array, out=None, threads=1, re
 
 def logical(case, y, dx, dweight, dbias):
     """Results of `run` in logical order."""
-    return (unblock(y, case.filters), None if dx is None else unblock(dx, case.channels),
-            unblock_filter(dweight, case.filters, case.channels), dbias[:case.filters])
+    return (
+        unblock(y, case.filters),
+        None if dx is None else unblock(dx, case.channels),
+        unblock_filter(dweight, case.filters, case.channels),
+        dbias[: case.filters],
+    )
 
 
 @lru_cache(maxsize=2)
@@ -75,7 +84,7 @@ def check_padding(case, y, dx, dweight, dbias):
     """Lanes that no channel owns hold exactly 0."""
     assert not padding_lanes(y, case.filters).any()
     assert dx is None or not padding_lanes(dx, case.channels).any()
-    assert not dbias[case.filters:].any()
+    assert not dbias[case.filters :].any()
     padded = dweight.copy()
     inside = unblock_filter(padded, case.filters, case.channels)
     assert np.count_nonzero(dweight) == np.count_nonzero(inside)
@@ -90,13 +99,18 @@ def channel_blocks(case, target):
 @pytest.mark.parametrize("case", [*NETWORK_CONVOLUTIONS, *AWKWARD_CONVOLUTIONS], ids=lambda case: case.name)
 def test_convolution(target, case, arena):
     pixels = case.output[0] * case.output[1]
-    terms = (case.channels * case.kernel[0] * case.kernel[1], case.filters * case.kernel[0] * case.kernel[1],
-             case.n * pixels, 0)
+    terms = (
+        case.channels * case.kernel[0] * case.kernel[1],
+        case.filters * case.kernel[0] * case.kernel[1],
+        case.n * pixels,
+        0,
+    )
     for bc in channel_blocks(case, target):
         got = run(target, case, logical_arrays(case), target.SIMD_WIDTH, bc, arena.put, arena.out)
         check_padding(case, *got)
-        for pass_, result, want, count in zip("y dx dweight dbias".split(), logical(case, *got), oracle(case), terms,
-                                              strict=True):
+        for pass_, result, want, count in zip(
+            "y dx dweight dbias".split(), logical(case, *got), oracle(case), terms, strict=True
+        ):
             if result is not None:
                 limit = bound(count) if count else 4 * EPS * np.sqrt(case.n * pixels + 1) * 8
                 np.testing.assert_allclose(result, want, rtol=0, atol=limit, err_msg=pass_)
@@ -125,12 +139,12 @@ def exact(case):
     y = np.broadcast_to(bias[:, None, None], dy.shape).copy()
     for r in range(case.kernel[0]):
         for s in range(case.kernel[1]):
-            tap = np.s_[:, :, r:r + (p - 1) * sh + 1:sh, s:s + (q - 1) * sw + 1:sw]
+            tap = np.s_[:, :, r : r + (p - 1) * sh + 1 : sh, s : s + (q - 1) * sw + 1 : sw]
             y += np.einsum("nchw,kc->nkhw", framed[tap], weight[:, :, r, s])
             dframed[tap] += np.einsum("nkhw,kc->nchw", dy, weight[:, :, r, s])
             dweight[:, :, r, s] = np.einsum("nchw,nkhw->kc", framed[tap], dy)
     h, w = case.size
-    return y, dframed[:, :, ph:ph + h, pw:pw + w], dweight, dy.sum((0, 2, 3))
+    return y, dframed[:, :, ph : ph + h, pw : pw + w], dweight, dy.sum((0, 2, 3))
 
 
 def check_exact(target, case, blocking=(None, None, None)):
@@ -151,7 +165,7 @@ def test_a1_unused_rows_and_columns(target):
     dx = unblock(run(target, case, arrays, target.SIMD_WIDTH)[1], 9)
     reach = np.zeros(34)
     for p in range(case.output[0]):
-        reach[3 * p:3 * p + 5] += 1  # outputs that see a row of the padded image
+        reach[3 * p : 3 * p + 5] += 1  # outputs that see a row of the padded image
     reach = reach[1:33]
     assert case.output == (10, 10) and reach.tolist()[:8] == [1, 1, 2, 2, 1, 2, 2, 1] and reach[31] == 0
     np.testing.assert_array_equal(dx, np.broadcast_to(3 * np.outer(reach, reach), dx.shape))
@@ -185,13 +199,21 @@ def test_a4_train_with_few_output_channels(target, filters):
     ends = []
     for kernels, dtype in ((target, np.float32), (reference, np.float64)):
         w = weight.astype(dtype)
-        speed = np.zeros(block_filter(w, 8, 8).size if kernels is reference else
-                         block_filter(w, target.SIMD_WIDTH, target.SIMD_WIDTH).size, dtype)
+        speed = np.zeros(
+            block_filter(w, 8, 8).size
+            if kernels is reference
+            else block_filter(w, target.SIMD_WIDTH, target.SIMD_WIDTH).size,
+            dtype,
+        )
         b = 8 if kernels is reference else target.SIMD_WIDTH
         shard = block_filter(w, b, b).reshape(-1)
         for _ in range(5):
-            arrays = (x.astype(dtype), unblock_filter(shard.reshape(block_filter(w, b, b).shape), filters, 6), None,
-                      goal.astype(dtype))
+            arrays = (
+                x.astype(dtype),
+                unblock_filter(shard.reshape(block_filter(w, b, b).shape), filters, 6),
+                None,
+                goal.astype(dtype),
+            )
             y = unblock(run(kernels, case, arrays, b)[0], filters)
             dweight = run(kernels, case, (arrays[0], arrays[1], None, y - arrays[3]), b)[2]
             kernels.sgd_update(shard, dweight.reshape(-1), speed, 1e-3, 0.9, 1e-4)
@@ -227,7 +249,9 @@ def test_a7_empty_batch(target, channels, threads, arena):
     """FluxML/NNlib.jl#760: no image gives zero gradients, whatever was in the buffers."""
     case = Convolution("a7", 0, channels, (6, 5), 20, (3, 3), padding=(1, 1))
     for bc in channel_blocks(case, target):
-        y, dx, dweight, dbias = run(target, case, logical_arrays(case), target.SIMD_WIDTH, bc, arena.put, arena.out, threads)
+        y, dx, dweight, dbias = run(
+            target, case, logical_arrays(case), target.SIMD_WIDTH, bc, arena.put, arena.out, threads
+        )
         assert y.shape[0] == 0 and (dx is None or dx.shape[0] == 0)
         assert dweight.size and not dweight.any() and not dbias.any()
 
@@ -243,10 +267,13 @@ def test_relu_keeps_nan(target):
     assert (np.isnan(y) == seen).all() and (y[:, :, ~seen] >= 0).all()
 
 
-# Forward and input gradient: channel blocks a pass, tiles across images. Weight gradient: rows of a band, channel blocks
-# of a job, copies of dweight (summed at the end), sums across images.
-BLOCKINGS = [((1, False), (1, False), (1, 1, 1, False)), ((3, True), (2, True), (2, 3, 2, True)),
-             ((100, True), (100, True), (100, 100, 3, False))]
+# Forward and input gradient: channel blocks a pass, tiles across images. Weight gradient: rows of a band,
+# channel blocks of a job, copies of dweight (summed at the end), sums across images.
+BLOCKINGS = [
+    ((1, False), (1, False), (1, 1, 1, False)),
+    ((3, True), (2, True), (2, 3, 2, True)),
+    ((100, True), (100, True), (100, 100, 3, False)),
+]
 
 
 @pytest.mark.parametrize("blocking", BLOCKINGS, ids=str)
@@ -261,9 +288,16 @@ def test_shapes_are_checked(target):
     x, weight, dy = (np.zeros(shape, np.float32) for shape in ((2, 2, 5, 6, b), (3, 2, 3, 3, b, b), (2, 3, 5, 6, b)))
     weight_t, bias, geometry = np.zeros((2, 3, 3, 3, b, b), np.float32), np.zeros(3 * b, np.float32), ((1, 1), (1, 1))
     calls = [
-        ("conv2d_forward", {"weight": weight[:, :1], "bias": bias[:-1], "y": dy[:, :, :4]},
-         {"x": x, "weight": weight, "bias": bias, "y": dy}),
-        ("conv2d_input_grad", {"dy": dy[:, :, :4], "weight_t": weight_t[:1]}, {"dy": dy, "weight_t": weight_t, "dx": x}),
+        (
+            "conv2d_forward",
+            {"weight": weight[:, :1], "bias": bias[:-1], "y": dy[:, :, :4]},
+            {"x": x, "weight": weight, "bias": bias, "y": dy},
+        ),
+        (
+            "conv2d_input_grad",
+            {"dy": dy[:, :, :4], "weight_t": weight_t[:1]},
+            {"dy": dy, "weight_t": weight_t, "dx": x},
+        ),
         ("conv2d_weight_grad", {"dy": dy[:1], "dweight": weight[:, :1]}, {"x": x, "dy": dy, "dweight": weight}),
     ]
     for name, wrong, right in calls:
@@ -289,7 +323,13 @@ def test_a8_only_contiguous_float32(target):
     x, weight, _, dy = logical_arrays(case)
     x, weight = block(x, b), block_filter(weight, b, b)
     right, y = np.empty(block(dy, b).shape, np.float32), np.empty(block(dy, b).shape, np.float32)
-    for view in (x[::-1], x.transpose(0, 1, 3, 2, 4), np.repeat(x, 2, 3)[:, :, :, ::2], x.astype(np.float64), x.astype(np.int32)):
+    for view in (
+        x[::-1],
+        x.transpose(0, 1, 3, 2, 4),
+        np.repeat(x, 2, 3)[:, :, :, ::2],
+        x.astype(np.float64),
+        x.astype(np.int32),
+    ):
         if target is reference:
             target.conv2d_forward(np.array(view, np.float32), weight, None, right, (1, 1), (0, 0))
             target.conv2d_forward(view, weight, None, y, (1, 1), (0, 0))

@@ -1,4 +1,4 @@
-"""ReLU, sigmoid, tanh, dropout, bias gradient, SGD update and layout changes of every target against the float64 twin."""
+"""Element-wise kernels, bias gradient, SGD update and layout changes of every target against the float64 twin."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from pcldnn import _kernels
 from pcldnn._kernels import reference
 
 SIZES = [0, 1, 7, 8, 9, 33, 4095, 4096, 4097, 30011]  # around a vector and around a job
-ULPS = {"relu": 0, "sigmoid": 3, "tanh": 7}           # see simd_math.h, (a)
+ULPS = {"relu": 0, "sigmoid": 3, "tanh": 7}  # see simd_math.h, (a)
 
 
 def forward(kernels, name, x, y, threads=1):
@@ -17,10 +17,10 @@ def forward(kernels, name, x, y, threads=1):
     if name == "sigmoid":
         b = kernels.SIMD_WIDTH
         padded = np.full((1, 1, blocks(x.size, b), b), 0, x.dtype)
-        padded.reshape(-1)[:x.size] = x
+        padded.reshape(-1)[: x.size] = x
         out = np.full_like(padded, np.nan)
         kernels.sigmoid_forward(padded, out, b, num_threads=threads)
-        y[...] = out.reshape(-1)[:x.size]
+        y[...] = out.reshape(-1)[: x.size]
     else:
         getattr(kernels, f"{name}_forward")(x, y, num_threads=threads)
 
@@ -98,7 +98,9 @@ def mask(kernels, shape, p=0.5, seed=1, layer=2, epoch=3, ids=None, b=None, thre
     return kept
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 1, 1), (2, 130, 1, 1), (2, 70, 3, 5), (1, 1, 1, 1), (0, 9, 2, 2), (1, 257, 2, 1)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 1, 1), (2, 130, 1, 1), (2, 70, 3, 5), (1, 1, 1, 1), (0, 9, 2, 2), (1, 257, 2, 1)]
+)
 def test_dropout_mask_is_the_same_on_every_target(target, shape):
     """Whatever the SIMD width, also one that no target here has."""
     got = mask(target, shape, threads=2)
@@ -145,14 +147,22 @@ def test_dropout_in_place_and_gradient(target, arena):
 def test_dropout_arguments_are_checked(target):
     b = target.SIMD_WIDTH
     x, ids = np.zeros((2, 1, 3, b), np.float32), np.arange(2)
-    for wrong, message in ((dict(p=1.0), "p is 1.0"), (dict(p=-0.1), "p is"), (dict(seed=-1), "seed"), (dict(epoch=2**32), "epoch"),
-                           (dict(channels=b + 1), "channels"), (dict(sample_ids=np.arange(3)), "sample_ids")):
+    for wrong, message in (
+        (dict(p=1.0), "p is 1.0"),
+        (dict(p=-0.1), "p is"),
+        (dict(seed=-1), "seed"),
+        (dict(epoch=2**32), "epoch"),
+        (dict(channels=b + 1), "channels"),
+        (dict(sample_ids=np.arange(3)), "sample_ids"),
+    ):
         arguments = {"p": 0.5, "seed": 0, "layer": 0, "epoch": 0, "sample_ids": ids, "channels": b, **wrong}
         with pytest.raises(ValueError, match=message):
             target.dropout(x, x.copy(), **arguments)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5), (1, 1, 1), (3, 5, 1), (300, 9, 1), (2, 3, 63), (7, 2, 65), (1, 2, 50176), (70, 17, 9)])
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 5), (1, 1, 1), (3, 5, 1), (300, 9, 1), (2, 3, 63), (7, 2, 65), (1, 2, 50176), (70, 17, 9)]
+)
 def test_bias_gradient(target, shape, arena):
     """Sums hold as many correct digits for a million terms as for ten: 32 roundings of a partial sum, no more."""
     n, kb, m = shape
@@ -211,8 +221,8 @@ def test_a8_block_any_view(target, channels, view, arena):
         np.testing.assert_array_equal(back, x)
     strided = np.zeros((2, channels, 10, 12), np.float32)
     n, _, h, w = x.shape
-    target.unblock_activations(y, strided[:n, :, :2 * h:2, :2 * w:2])
-    np.testing.assert_array_equal(strided[:n, :, :2 * h:2, :2 * w:2], x)
+    target.unblock_activations(y, strided[:n, :, : 2 * h : 2, : 2 * w : 2])
+    np.testing.assert_array_equal(strided[:n, :, : 2 * h : 2, : 2 * w : 2], x)
     assert np.count_nonzero(strided) == np.count_nonzero(x)
 
 
@@ -220,26 +230,38 @@ def test_arrays_are_checked(target):
     """Shapes on every target; types and order on the compiled ones, which cannot compute with anything else."""
     b = target.SIMD_WIDTH
     x, y = np.zeros((2, 3, 4, b), np.float32), np.zeros((2, 3, 4, b), np.float32)
-    for call in (lambda x, y: target.relu_forward(x, y), lambda x, y: target.tanh_forward(x, y),
-                 lambda x, y: target.sigmoid_forward(x, y, 3 * b), lambda x, y: target.relu_input_grad(x, x, y),
-                 lambda x, y: target.tanh_input_grad(x, x, y), lambda x, y: target.sigmoid_input_grad(x, x, y)):
+    for call in (
+        lambda x, y: target.relu_forward(x, y),
+        lambda x, y: target.tanh_forward(x, y),
+        lambda x, y: target.sigmoid_forward(x, y, 3 * b),
+        lambda x, y: target.relu_input_grad(x, x, y),
+        lambda x, y: target.tanh_input_grad(x, x, y),
+        lambda x, y: target.sigmoid_input_grad(x, x, y),
+    ):
         call(x, y)
         with pytest.raises(ValueError, match="y has shape|dx has shape"):
             call(x, y[:1].copy())
         if target is not reference:
             read_only = y.copy()
             read_only.flags.writeable = False
-            for wrong in (y.astype(np.float64), y[::-1], y.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3), read_only):
+            for wrong in (
+                y.astype(np.float64),
+                y[::-1],
+                y.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3),
+                read_only,
+            ):
                 with pytest.raises(ValueError, match="contiguous|dtype|read-only|wanted"):
                     call(x, wrong)
             with pytest.raises(ValueError, match="contiguous|dtype|wanted"):
                 call(x.astype(np.int32), y)
-    for call, message in ((lambda: target.sigmoid_forward(x, y, 2 * b), "channels"),
-                          (lambda: target.relu_forward(x, y, num_threads=0), "num_threads"),
-                          (lambda: target.bias_grad(x, np.zeros(2 * b, np.float32)), "dbias"),
-                          (lambda: target.sgd_update(*np.zeros((2, 5), np.float32), np.zeros(4, np.float32), 1, 1, 1), "momentum"),
-                          (lambda: target.block_activations(x, np.zeros((2, 2, 4, b, b), np.float32)), "y has"),
-                          (lambda: target.unblock_activations(np.zeros((2, 2, 4, b, b), np.float32), x), "x has")):
+    for call, message in (
+        (lambda: target.sigmoid_forward(x, y, 2 * b), "channels"),
+        (lambda: target.relu_forward(x, y, num_threads=0), "num_threads"),
+        (lambda: target.bias_grad(x, np.zeros(2 * b, np.float32)), "dbias"),
+        (lambda: target.sgd_update(*np.zeros((2, 5), np.float32), np.zeros(4, np.float32), 1, 1, 1), "momentum"),
+        (lambda: target.block_activations(x, np.zeros((2, 2, 4, b, b), np.float32)), "y has"),
+        (lambda: target.unblock_activations(np.zeros((2, 2, 4, b, b), np.float32), x), "x has"),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
 

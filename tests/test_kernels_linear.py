@@ -30,14 +30,18 @@ def unblock_weight(weight, k):
 def pad_columns(x, width):
     """Rows filled up with zeros to `width`."""
     padded = np.zeros((len(x), width), x.dtype)
-    padded[:, :x.shape[1]] = x
+    padded[:, : x.shape[1]] = x
     return padded
 
 
 def logical_arrays(case, make=normal):
     """x, weight, bias, dy of a case, logical order."""
-    return (make((case.n, case.features), 0), make((case.outputs, case.features), 1), make((case.outputs,), 2),
-            make((case.n, case.outputs), 3))
+    return (
+        make((case.n, case.features), 0),
+        make((case.outputs, case.features), 1),
+        make((case.outputs,), 2),
+        make((case.n, case.outputs), 3),
+    )
 
 
 def run(kernels, case, arrays, b, put=np.array, out=None, threads=1, scratch=False, relu=False):
@@ -64,7 +68,7 @@ def run(kernels, case, arrays, b, put=np.array, out=None, threads=1, scratch=Fal
 
 def logical(case, y, dx, dweight):
     """Results of `run` in logical order."""
-    return y[:, :case.outputs], dx[:, :case.features], unblock_weight(dweight, case.outputs)
+    return y[:, : case.outputs], dx[:, : case.features], unblock_weight(dweight, case.outputs)
 
 
 @lru_cache(maxsize=2)
@@ -78,10 +82,12 @@ def oracle(case):
 def test_linear(target, case, arena, scratch):
     got = run(target, case, logical_arrays(case), target.SIMD_WIDTH, arena.put, arena.out, 2, scratch)
     y, dx, dweight = got
-    assert not y[:, case.outputs:].any() and not dx[:, case.features:].any()
+    assert not y[:, case.outputs :].any() and not dx[:, case.features :].any()
     assert np.count_nonzero(dweight) == np.count_nonzero(unblock_weight(dweight, case.outputs))
     terms = (case.features, case.outputs, case.n)
-    for pass_, result, want, count in zip("y dx dweight".split(), logical(case, *got), oracle(case), terms, strict=True):
+    for pass_, result, want, count in zip(
+        "y dx dweight".split(), logical(case, *got), oracle(case), terms, strict=True
+    ):
         np.testing.assert_allclose(result, want, rtol=0, atol=bound(count), err_msg=pass_)
 
 
@@ -90,8 +96,9 @@ def integers(shape, seed):
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", [*SMALL, *(FullyConnected(f"{k}", 3, 2 * k + 1, k) for k in range(1, 34))],
-                         ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*SMALL, *(FullyConnected(f"{k}", 3, 2 * k + 1, k) for k in range(1, 34))], ids=lambda case: case.name
+)
 def test_exact_on_whole_numbers(target, case):
     """All passes equal the int64 product bit for bit, for every count of outputs across the SIMD width."""
     x, weight, bias, dy = (array.astype(np.int64) for array in logical_arrays(case, integers))
@@ -128,8 +135,11 @@ def test_shapes_are_checked(target):
     b = target.SIMD_WIDTH
     x, weight, bias, y = (np.zeros(shape, np.float32) for shape in ((3, 2 * b), (4, 2 * b, b), (4 * b,), (3, 4 * b)))
     calls = [
-        ("linear_forward", {"weight": weight[:, :-1], "bias": bias[:-1], "y": y[:, :-1]},
-         {"x": x, "weight": weight, "bias": bias, "y": y}),
+        (
+            "linear_forward",
+            {"weight": weight[:, :-1], "bias": bias[:-1], "y": y[:, :-1]},
+            {"x": x, "weight": weight, "bias": bias, "y": y},
+        ),
         ("linear_input_grad", {"dy": y[:2], "weight": weight[:, :-1]}, {"dy": y, "weight": weight, "dx": x}),
         ("linear_weight_grad", {"dy": y[:, :-b], "dweight": weight[:, :-1]}, {"x": x, "dy": y, "dweight": weight}),
     ]

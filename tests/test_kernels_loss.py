@@ -16,8 +16,9 @@ def run(kernels, logits, labels, scale=1.0, threads=1, spare=0, make=np.array, o
     padded = np.full((n, width), 1e30, logits.dtype)
     padded[:, :classes] = logits
     losses, dlogits = out(n, dtype=np.float64), out(n, width, dtype=logits.dtype)
-    kernels.softmax_cross_entropy(make(padded), make(np.asarray(labels, np.int64)), classes, scale, losses, dlogits,
-                                  num_threads=threads)
+    kernels.softmax_cross_entropy(
+        make(padded), make(np.asarray(labels, np.int64)), classes, scale, losses, dlogits, num_threads=threads
+    )
     assert not dlogits[:, classes:].any()
     return losses, dlogits[:, :classes]
 
@@ -56,7 +57,9 @@ def test_a10_no_saturation(target):
 
 def test_large_logits(target):
     """Nothing overflows; an infinite or NaN logit gives a NaN loss for its sample alone."""
-    logits = np.array([[3e38, 0, -3e38], [-200, -200, -200], [0, -np.inf, 0], [np.inf, 0, 0], [0, np.nan, 0]], np.float32)
+    logits = np.array(
+        [[3e38, 0, -3e38], [-200, -200, -200], [0, -np.inf, 0], [np.inf, 0, 0], [0, np.nan, 0]], np.float32
+    )
     losses, dlogits = run(target, logits, [0, 1, 0, 0, 0])
     np.testing.assert_allclose(losses[:3], [0, np.log(3), np.log(2)], rtol=1e-6)
     np.testing.assert_allclose(dlogits[:3], [[0, 0, 0], [1 / 3, -2 / 3, 1 / 3], [-0.5, 0, 0.5]], atol=1e-6)
@@ -80,11 +83,23 @@ def test_empty_batch(target):
 
 def test_shapes_are_checked(target):
     b = target.SIMD_WIDTH
-    right = {"logits": np.zeros((3, b), np.float32), "labels": np.zeros(3, np.int64), "num_classes": 3, "scale": 1.0,
-             "losses": np.zeros(3), "dlogits": np.zeros((3, b), np.float32)}
+    right = {
+        "logits": np.zeros((3, b), np.float32),
+        "labels": np.zeros(3, np.int64),
+        "num_classes": 3,
+        "scale": 1.0,
+        "losses": np.zeros(3),
+        "dlogits": np.zeros((3, b), np.float32),
+    }
     target.softmax_cross_entropy(**right)
-    for name, value in (("labels", np.zeros(2, np.int64)), ("num_classes", b + 1), ("num_classes", 0), ("losses", np.zeros(4)),
-                        ("dlogits", np.zeros((3, 2 * b), np.float32)), ("num_threads", 0)):
+    for name, value in (
+        ("labels", np.zeros(2, np.int64)),
+        ("num_classes", b + 1),
+        ("num_classes", 0),
+        ("losses", np.zeros(4)),
+        ("dlogits", np.zeros((3, 2 * b), np.float32)),
+        ("num_threads", 0),
+    ):
         with pytest.raises(ValueError, match=name):
             target.softmax_cross_entropy(**{**right, name: value})
     if target is not reference:

@@ -99,7 +99,9 @@ def test_nan_and_infinity(target, kernel):
     for place in np.ndindex(kernel):
         x = normal((1, 3, *kernel), 0)
         x[0, 1][place], x[0, 2][place] = np.nan, np.inf
-        y, dx = (unblock(r, 3)[0] for r in run(target, case, (x, np.ones((1, 3, 1, 1), np.float32)), target.SIMD_WIDTH)[:2])
+        y, dx = (
+            unblock(r, 3)[0] for r in run(target, case, (x, np.ones((1, 3, 1, 1), np.float32)), target.SIMD_WIDTH)[:2]
+        )
         assert np.isfinite(y[0]) and np.isnan(y[1]) and y[2] == np.inf
         assert dx[1][place] == dx[2][place] == 1 and dx.sum() == 3
 
@@ -110,7 +112,9 @@ def test_shapes_are_checked(target):
     window = ((2, 2), (2, 2), (0, 0))
     calls = {
         "max_pool2d_forward": lambda x, y, *more, **named: target.max_pool2d_forward(x, y, *more, **named),
-        "max_pool2d_input_grad": lambda x, y, *more, **named: target.max_pool2d_input_grad(x, y, x.copy(), *more, **named),
+        "max_pool2d_input_grad": lambda x, y, *more, **named: target.max_pool2d_input_grad(
+            x, y, x.copy(), *more, **named
+        ),
         "avg_pool2d_forward": lambda x, y, *more, **named: target.avg_pool2d_forward(x, y, *more, True, **named),
         "avg_pool2d_input_grad": lambda x, y, *more, **named: target.avg_pool2d_input_grad(y, x, *more, True, **named),
     }
@@ -120,9 +124,13 @@ def test_shapes_are_checked(target):
         for wrong in (y[:1], y[:, :2], y[:, :, :3], y[:, :, :, :3], np.zeros((2, 3, 5, 5, b), np.float32)):
             with pytest.raises(ValueError, match="y has"):
                 call(x, np.ascontiguousarray(wrong), *window)
-        for wrong, message in ((((0, 2), (2, 2), (0, 0)), "kernel"), (((2, 2), (2, 0), (0, 0)), "stride"),
-                               (((2, 2), (2, 2), (0, -1)), "padding"), (((2, 2), (2, 2), (2, 0)), "half"),
-                               ((2, (2, 2), (0, 0)), "kernel")):
+        for wrong, message in (
+            (((0, 2), (2, 2), (0, 0)), "kernel"),
+            (((2, 2), (2, 0), (0, 0)), "stride"),
+            (((2, 2), (2, 2), (0, -1)), "padding"),
+            (((2, 2), (2, 2), (2, 0)), "half"),
+            ((2, (2, 2), (0, 0)), "kernel"),
+        ):
             with pytest.raises(ValueError, match=message):
                 call(x, y, *wrong)
         with pytest.raises(ValueError, match="num_threads"):
@@ -131,4 +139,6 @@ def test_shapes_are_checked(target):
         target.max_pool2d_input_grad(x, y, x[:1].copy(), *window)
     if target is not reference:
         with pytest.raises(ValueError, match="x has blocks"):
-            target.max_pool2d_forward(np.zeros((1, 1, 2, 2, b + 1), np.float32), np.zeros((1, 1, 1, 1, b + 1), np.float32), *window)
+            target.max_pool2d_forward(
+                np.zeros((1, 1, 2, 2, b + 1), np.float32), np.zeros((1, 1, 1, 1, b + 1), np.float32), *window
+            )

@@ -1,6 +1,7 @@
-"""The NumPy twin, which is the oracle of all other kernel tests, against things that are not it: the definitions written
-as loops, finite differences, the adjoint identity <F x, y> = <x, F* y>, published test vectors, and PyTorch if it is there.
-All in float64, where rounding is far below any tolerance used here.
+"""The NumPy twin, which is the oracle of all other kernel tests, against things that are not it.
+
+These are the definitions written as loops, finite differences, the adjoint identity <F x, y> = <x, F* y>, published
+test vectors, and PyTorch if it is there. All in float64, where rounding is far below any tolerance used here.
 """
 
 import inspect
@@ -53,11 +54,11 @@ def test_convolution_is_the_definition(case):
     want = np.empty((case.n, case.filters, p, q))
     for i in range(p):
         for j in range(q):
-            window = framed[:, :, i * sh:i * sh + r, j * sw:j * sw + s]
+            window = framed[:, :, i * sh : i * sh + r, j * sw : j * sw + s]
             want[:, :, i, j] = np.einsum("ncrs,kcrs->nk", window, weight) + bias
     y = empty(block(want, B))
     padded = np.zeros(y.shape[1] * B)
-    padded[:case.filters] = bias
+    padded[: case.filters] = bias
     reference.conv2d_forward(block(x, B), block_filter(weight, B, B), padded, y, case.stride, case.padding, relu=True)
     np.testing.assert_allclose(unblock(y, case.filters), np.maximum(want, 0), atol=1e-10)
 
@@ -99,7 +100,7 @@ def test_pooling_is_the_definition(case):
     for i in range(shape[2]):
         for j in range(shape[3]):
             top, left = i * sh - ph, j * sw - pw
-            window = x[:, :, max(top, 0):top + kh, max(left, 0):left + kw]
+            window = x[:, :, max(top, 0) : top + kh, max(left, 0) : left + kw]
             largest[:, :, i, j], mean[:, :, i, j] = window.max((2, 3)), window.mean((2, 3))
             area = (min(top + kh, h + ph) - top) * (min(left + kw, w + pw) - left)
             padded_mean[:, :, i, j] = window.sum((2, 3)) / area
@@ -114,7 +115,10 @@ def test_pooling_is_the_definition(case):
 
 @named(SMALL_POOLINGS)
 def test_pooling_gradients(case):
-    x, dy = block(normal(case.n, case.channels, *case.size), B), block(normal(case.n, case.channels, *case.output, seed=1), B)
+    x, dy = (
+        block(normal(case.n, case.channels, *case.size), B),
+        block(normal(case.n, case.channels, *case.output, seed=1), B),
+    )
     window = (case.kernel, case.stride, case.padding)
     y, dx = empty(dy), empty(x)
     for count_include_pad in (False, True):
@@ -175,8 +179,11 @@ def test_philox_known_answers():
     vectors = [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((full,) * 4, (full,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ]
     for counter, key, words in vectors:
         assert tuple(map(int, philox(counter, key))) == words
@@ -194,12 +201,18 @@ def test_every_target_has_every_kernel():
 
 # PyTorch: an implementation by other people.
 
+
 @named(SMALL_CONVOLUTIONS)
 def test_convolution_against_torch(case):
     torch = pytest.importorskip("torch")
-    x, weight, dy = (torch.tensor(a, requires_grad=True) for a in (
-        normal(case.n, case.channels, *case.size), normal(case.filters, case.channels, *case.kernel, seed=1),
-        normal(case.n, case.filters, *case.output, seed=2)))
+    x, weight, dy = (
+        torch.tensor(a, requires_grad=True)
+        for a in (
+            normal(case.n, case.channels, *case.size),
+            normal(case.filters, case.channels, *case.kernel, seed=1),
+            normal(case.n, case.filters, *case.output, seed=2),
+        )
+    )
     want = torch.nn.functional.conv2d(x, weight, None, case.stride, case.padding)
     want.backward(dy)
     bx, bw, bdy = conv_arrays(case)
@@ -216,7 +229,10 @@ def test_convolution_against_torch(case):
 @named([case for case in SMALL_POOLINGS if case.n])
 def test_pooling_against_torch(case):
     torch = pytest.importorskip("torch")
-    images, grad = normal(case.n, case.channels, *case.size).round(1), normal(case.n, case.channels, *case.output, seed=1)
+    images, grad = (
+        normal(case.n, case.channels, *case.size).round(1),
+        normal(case.n, case.channels, *case.output, seed=1),
+    )
     window = (case.kernel, case.stride, case.padding)
     y, dx = empty(block(grad, B)), empty(block(images, B))
 

@@ -1,4 +1,4 @@
-"""Network: training steps against an independent float64 computation, memory, ranks' shares, and what users get wrong."""
+"""Network: training steps against an independent float64 computation, memory, ranks' shares, and mistakes."""
 
 import dataclasses
 
@@ -76,13 +76,19 @@ class Oracle:
             return x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).max((3, 5))
         if isinstance(layer, Flatten):
             return x.reshape(len(x), -1)
-        return {ReLU: lambda v: np.maximum(v, 0), Tanh: np.tanh, Sigmoid: lambda v: 1 / (1 + np.exp(-v))}[type(layer)](x)
+        if isinstance(layer, ReLU):
+            return np.maximum(x, 0)
+        assert isinstance(layer, Tanh | Sigmoid)
+        return np.tanh(x) if isinstance(layer, Tanh) else 1 / (1 + np.exp(-x))
 
 
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [
-        ([Conv2d(3, 10, 3, padding=1), ReLU(), MaxPool2d(2), Conv2d(10, 4, 2), Tanh(), Flatten(), Linear(24, 5)], (3, 7, 9)),
+        (
+            [Conv2d(3, 10, 3, padding=1), ReLU(), MaxPool2d(2), Conv2d(10, 4, 2), Tanh(), Flatten(), Linear(24, 5)],
+            (3, 7, 9),
+        ),
         ([Conv2d(7, 5, 3), Sigmoid(), Flatten(), Linear(45, 18), ReLU(), Linear(18, 5)], (7, 5, 5)),
         ([Flatten(), Linear(56, 11), Sigmoid(), Linear(11, 5)], (1, 7, 8)),
         ([Linear(13, 9), Sigmoid(), Linear(9, 21), Tanh(), Linear(21, 5)], (13,)),
@@ -155,7 +161,8 @@ def test_first_layer_after_convolutions_crosses_over(target):
     """A30: conv, pool, fully connected on a 3x2 map of 5 channels; weights in, logits, weights out."""
     network = Network([Conv2d(2, 5, 3, padding=1), ReLU(), MaxPool2d(2), Flatten(), Linear(30, 4)], (2, 6, 4))
     random = np.random.default_rng(0)
-    values = {name: random.standard_normal(value.shape).astype(np.float32) for name, value in network.state_dict().items()}
+    start = network.state_dict()
+    values = {name: random.standard_normal(value.shape).astype(np.float32) for name, value in start.items()}
     network.load_state_dict(values)
     back = network.state_dict()
     assert all(np.array_equal(values[name], back[name]) for name in values)
@@ -189,7 +196,8 @@ def test_padded_lanes_stay_zero(target):
     network.prepare(5)
     for i in range(3):
         step(network, *batch(classes=3, seed=i), optimizer)
-    for kept, logical in ((network.parameters, network.state_dict()), (optimizer._shards, optimizer.state_dict(network))):
+    momentum = optimizer.state_dict(network)
+    for kept, logical in ((network.parameters, network.state_dict()), (optimizer._shards, momentum)):
         in_memory = sum(np.count_nonzero(value) for value in kept.values())
         assert in_memory == sum(np.count_nonzero(value) for value in logical.values())
 

@@ -1,11 +1,13 @@
 """Shape checks of the kernels, shared by every target, so that all of them refuse the same calls with the same words.
 
-Each function takes shapes (sequences of ints, in the order of the kernel's arguments) and raises ValueError naming
-the argument, what was got and what was wanted. It returns nothing. Checks of data types and contiguity are not here:
-the typed memoryviews of the compiled kernels make those, and the NumPy twins accept any layout and float type.
+Each function takes shapes (sequences of ints, in the order of the kernel's arguments) and raises ValueError
+naming the argument, what was got and what was wanted. It returns nothing. Checks of data types and contiguity
+are not here: the typed memoryviews of the compiled kernels make those, and the NumPy twins accept any layout
+and float type.
 
-Letters: N images, C input channels, K output channels, H W input, P Q output, R S filter, b SIMD width, bc lanes of
-an input channel block (b, or C itself for an unpadded network input); CB, KB = number of channel blocks.
+Letters: N images, C input channels, K output channels, H W input, P Q output, R S filter, b SIMD width, bc
+lanes of an input channel block (b, or C itself for an unpadded network input); CB, KB = number of channel
+blocks.
 """
 
 MAX_INT32 = 2**31 - 1

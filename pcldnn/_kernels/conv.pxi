@@ -7,14 +7,12 @@
 #    `Segment`s, runs of filter taps that meet the same pixels lo..hi of the tile. Within a segment taps and input
 #    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the image: one call for all of
 #    its rows and input channels).
-# c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`): images
-#    smaller than a tile, such as 2x2, then fill the registers all the same and skip their padding exactly.
+# c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`). The latter
+#    packs the input by tiles of images, (tiles, CB, H, W, b, TILE), in one pass over it (`pack_samples`); then every
+#    tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
 # d. A job is (image or tile of images, pair of output channel blocks, band of rows). It runs over `c_blocks` input
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
-# e. Weight gradient: a register tile of 2 vectors of k times TILE positions of the flattened (filter column, input
-#    channel) run, which is contiguous in x and in dweight alike. Rows are taken in bands that stay in L1. A job owns
-#    a block of dweight; where there are fewer blocks than parallel work needs, `copies` private ones are added up in
-#    a fixed order.
+# e. Weight gradient: conv_weight_grad.pxi.
 
 cdef struct Axis:
     Py_ssize_t count       # outputs
@@ -41,12 +39,12 @@ cdef struct ColumnTile:
 
 
 cdef struct ConvPass:
-    const float* x
+    float* x               # never written by the pass
     const float* w
     const float* bias
     float* y
     Py_ssize_t images, in_blocks, out_blocks, lanes          # lanes of an input channel block
-    Py_ssize_t x_image, x_block, x_row                       # distances [float]
+    Py_ssize_t x_image, x_block, x_row, x_column, x_lane     # distances [float]; x_image of tiles of images if packed
     Py_ssize_t y_image, y_block, y_row
     Py_ssize_t w_out, w_in, w_row                            # filter distances [float]
     Axis rows, cols
@@ -102,7 +100,7 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
                 c.tiles[t].segments += 1
 
 
-cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t n, int width,
+cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n, int width,
                            Py_ssize_t row, int t, bint two) noexcept nogil:
     """One register tile: `width` pixels of output row `row`, channel blocks k and k + 1, inputs cb0..cb1."""
     cdef vec a0[TILE]
@@ -110,7 +108,7 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
     cdef ColumnTile* tile = c.tiles + t
     cdef Segment* segments = c.segments + t * c.cols.taps
     cdef Segment* seg
-    cdef Py_ssize_t xp = c.x_image if c.across_images else c.cols.in_step * c.lanes
+    cdef Py_ssize_t xp = 1 if c.across_images else c.cols.in_step * c.x_column
     cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
     cdef Py_ssize_t tap_size = c.lanes * b
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
@@ -118,38 +116,39 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
     cdef int g
     cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
         + (c.cols.out0 + tile.first * c.cols.out_step) * b
-    cdef const float* x = c.x + n * c.x_image + cb0 * c.x_block \
-        + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.lanes
+    cdef const float* x = c.x + image * c.x_image + cb0 * c.x_block \
+        + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.x_column
     cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
         + c.cols.w0 * tap_size
     if cb0 == 0:
         tile_fill(a0, a1, NULL if c.bias == NULL else c.bias + k * b, two)
     else:
         tile_load(a0, a1, width, y, yp, c.y_block, two)
-    over.x0, over.w0 = 1, b
+    over.x0, over.w0 = c.x_lane, b
     over.n1, over.x1, over.w1 = r1 - r0, c.x_row, c.rows.w_step * c.w_row
     over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
     over.ahead = 0 if c.across_images else width * xp
     for g in range(tile.segments):
         seg = segments + g
         over.n0 = seg.taps * c.lanes
-        run(seg.lo, width if c.across_images else seg.hi, a0, a1, x + seg.tap * c.lanes, xp,
+        run(seg.lo, width if c.across_images else seg.hi, a0, a1, x + seg.tap * c.x_column, xp,
             w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two)
     tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
 
 
-cdef void conv_tile_two(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t n, int width,
+cdef void conv_tile_two(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n, int width,
                         Py_ssize_t row, int t) noexcept nogil:
-    conv_tile(c, cb0, cb1, k, n, width, row, t, True)
+    conv_tile(c, cb0, cb1, k, image, n, width, row, t, True)
 
 
-cdef void conv_tile_one(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t n, int width,
+cdef void conv_tile_one(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n, int width,
                         Py_ssize_t row, int t) noexcept nogil:
-    conv_tile(c, cb0, cb1, k, n, width, row, t, False)
+    conv_tile(c, cb0, cb1, k, image, n, width, row, t, False)
 
 
-cdef void conv_job(ConvPass* c, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0, Py_ssize_t row1) noexcept nogil:
-    """Output channel blocks k, k + 1 of rows row0..row1 of image n (or of `width` images from n on)."""
+cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0,
+                   Py_ssize_t row1) noexcept nogil:
+    """Output channel blocks k, k + 1 of rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
     cdef Py_ssize_t cb0, cb1, row
     cdef int t
     cdef bint two = k + 1 < c.out_blocks
@@ -159,9 +158,9 @@ cdef void conv_job(ConvPass* c, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_
         for row in range(row0, row1):
             for t in range(c.n_tiles):
                 if two:
-                    conv_tile_two(c, cb0, cb1, k, n, width if c.across_images else c.tiles[t].width, row, t)
+                    conv_tile_two(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t)
                 else:
-                    conv_tile_one(c, cb0, cb1, k, n, width if c.across_images else c.tiles[t].width, row, t)
+                    conv_tile_one(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t)
         cb0 = cb1
 
 
@@ -187,7 +186,7 @@ cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
         pair = job // bands % pairs
         band = job % bands
         n = tile_start(c.images, image_tiles, <int>image) if c.across_images else image
-        conv_job(c, n, <int>(tile_start(c.images, image_tiles, <int>image + 1) - n) if c.across_images else 1,
+        conv_job(c, image, n, <int>(tile_start(c.images, image_tiles, <int>image + 1) - n) if c.across_images else 1,
                  2 * pair, c.rows.count * band // bands, c.rows.count * (band + 1) // bands)
     free(c.tiles)
     free(c.segments)
@@ -219,7 +218,8 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
                    const float[:, :, :, :, :, ::1] weight,   # IN   (KB, CB, R, S, b or C, b)
                    bias,                                     # IN   (KB * b) or None
                    float[:, :, :, :, ::1] y,                 # OUT  (N, KB, P, Q, b)
-                   tuple stride, tuple padding, bint relu=False, blocking=None, int num_threads=1):
+                   tuple stride, tuple padding, bint relu=False, blocking=None, int num_threads=1,
+                   float[::1] scratch=None):                 # TMP  x.size for N rounded up to tiles, when they run across images
     """y = relu?(conv2d(x, weight) + bias), direct convolution.
 
     Parameters
@@ -233,33 +233,40 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
         solves for both. Default: all blocks, along rows.
     """
     cdef ConvPass c
-    cdef Py_ssize_t N = x.shape[0], R = weight.shape[2], S = weight.shape[3]
+    cdef Py_ssize_t N = x.shape[0], R = weight.shape[2], S = weight.shape[3], size = x.size
     cdef const float[::1] bias_view
-    check("weight", weight, (y.shape[1], x.shape[1], R, S, x.shape[4], b))
-    check("y", y, (N, y.shape[1], (x.shape[2] + 2 * padding[0] - R) // stride[0] + 1,
-                   (x.shape[3] + 2 * padding[1] - S) // stride[1] + 1, b))
+    checks.conv2d_forward(dims(x), dims(weight), None if bias is None else bias.shape, dims(y), stride, padding,
+                          num_threads)
+    checks.width("weight", weight.shape[5], b)
     if N == 0 or y.shape[1] == 0:
         return
     c.bias = NULL
     if bias is not None:
         bias_view = bias
-        check("bias", bias_view, (y.shape[1] * b,))
         c.bias = &bias_view[0]
     c.rows = forward_axis(y.shape[2], R, stride[0], padding[0], x.shape[2])
     c.cols = forward_axis(y.shape[3], S, stride[1], padding[1], x.shape[3])
-    conv_arrays(&c, &x[0, 0, 0, 0, 0], x.shape, &weight[0, 0, 0, 0, 0, 0], weight.shape, &y[0, 0, 0, 0, 0], y.shape)
     c.relu = relu
     c.c_blocks, c.across_images = (x.shape[1], False) if blocking is None else blocking
+    scratch = scratch_of(scratch, tiles_of(N) * TILE * (size // N) if c.across_images else 0)
+    conv_arrays(&c, &x[0, 0, 0, 0, 0], x.shape, &weight[0, 0, 0, 0, 0, 0], weight.shape, &y[0, 0, 0, 0, 0], y.shape,
+                start_of(scratch))
     with nogil:
+        if c.across_images:
+            pack_samples(&x[0, 0, 0, 0, 0], N, size // N, c.x, num_threads)
         conv_pass(&c, num_threads)
 
 
 cdef void conv_arrays(ConvPass* c, const float* x, const Py_ssize_t* xs, const float* w, const Py_ssize_t* ws,
-                      float* y, const Py_ssize_t* ys) noexcept:
-    """Pointers, extents and distances of a pass from the shapes of its arrays."""
-    c.x, c.w, c.y = x, w, y
+                      float* y, const Py_ssize_t* ys, float* packed) noexcept:
+    """Pointers, extents and distances of a pass; `packed` has room for x if the pass runs across images."""
+    c.x, c.w, c.y = <float*>x, w, y
     c.images, c.in_blocks, c.out_blocks, c.lanes = xs[0], xs[1], ys[1], xs[4]
-    c.x_row = xs[3] * xs[4]
+    c.x_lane = 1
+    if c.across_images:
+        c.x, c.x_lane = packed, TILE
+    c.x_column = xs[4] * c.x_lane
+    c.x_row = xs[3] * c.x_column
     c.x_block = xs[2] * c.x_row
     c.x_image = xs[1] * c.x_block
     c.y_row = ys[3] * b
@@ -278,8 +285,9 @@ def conv2d_transpose_filter(const float[:, :, :, :, :, ::1] weight,   # IN   (KB
     cdef Py_ssize_t job, k, c, t
     cdef const float* w
     cdef float* wt
-    check("weight", weight, (KB, CB, weight.shape[2], weight.shape[3], b, b))
-    check("weight_t", weight_t, (CB, KB, weight.shape[2], weight.shape[3], b, b))
+    checks.conv2d_transpose_filter(dims(weight), dims(weight_t), num_threads)
+    checks.width("weight", weight.shape[4], b)
+    checks.width("weight", weight.shape[5], b)
     if KB * CB == 0:
         return
     w = &weight[0, 0, 0, 0, 0, 0]
@@ -294,25 +302,28 @@ def conv2d_transpose_filter(const float[:, :, :, :, :, ::1] weight,   # IN   (KB
 def conv2d_input_grad(const float[:, :, :, :, ::1] dy,               # IN   (N, KB, P, Q, b)
                       const float[:, :, :, :, :, ::1] weight_t,      # IN   (CB, KB, R, S, b, b), conv2d_transpose_filter
                       float[:, :, :, :, ::1] dx,                     # OUT  (N, CB, H, W, b)
-                      tuple stride, tuple padding, blocking=None, int num_threads=1):
+                      tuple stride, tuple padding, blocking=None, int num_threads=1,
+                      float[::1] scratch=None):                      # TMP  dy.size for N rounded up to tiles, when they run across images
     """dx: gradient of conv2d_forward with respect to x. Pixels that no filter tap meets become exactly 0.
 
     `blocking` as in `conv2d_forward`, with the blocks of K in the place of those of C.
     """
     cdef ConvPass c
     cdef Py_ssize_t N = dy.shape[0], R = weight_t.shape[2], S = weight_t.shape[3]
-    cdef Py_ssize_t i, j, rows = stride[0], cols = stride[1]
-    check("weight_t", weight_t, (dx.shape[1], dy.shape[1], R, S, b, b))
-    check("dx", dx, (N, dx.shape[1], dx.shape[2], dx.shape[3], b))
-    check("dy", dy, (N, dy.shape[1], (dx.shape[2] + 2 * padding[0] - R) // rows + 1,
-                     (dx.shape[3] + 2 * padding[1] - S) // cols + 1, b))
+    cdef Py_ssize_t i, j, rows = stride[0], cols = stride[1], size = dy.size
+    checks.conv2d_input_grad(dims(dy), dims(weight_t), dims(dx), stride, padding, num_threads)
+    checks.width("dx", dx.shape[4], b)
+    checks.width("dy", dy.shape[4], b)
     if N == 0 or dx.shape[1] == 0:
         return
-    conv_arrays(&c, &dy[0, 0, 0, 0, 0], dy.shape, &weight_t[0, 0, 0, 0, 0, 0], weight_t.shape, &dx[0, 0, 0, 0, 0],
-                dx.shape)
     c.bias = NULL
     c.relu = False
     c.c_blocks, c.across_images = (dy.shape[1], False) if blocking is None else blocking
+    scratch = scratch_of(scratch, tiles_of(N) * TILE * (size // N) if c.across_images else 0)
+    conv_arrays(&c, &dy[0, 0, 0, 0, 0], dy.shape, &weight_t[0, 0, 0, 0, 0, 0], weight_t.shape, &dx[0, 0, 0, 0, 0],
+                dx.shape, start_of(scratch))
+    if c.across_images:
+        pack_samples(&dy[0, 0, 0, 0, 0], N, size // N, c.x, num_threads)
     for i in range(rows):
         for j in range(cols):
             c.rows = input_grad_axis(i, dx.shape[2], R, rows, padding[0], dy.shape[2])
@@ -320,188 +331,3 @@ def conv2d_input_grad(const float[:, :, :, :, ::1] dy,               # IN   (N, 
             if c.rows.count > 0 and c.cols.count > 0:
                 with nogil:
                     conv_pass(&c, num_threads)
-
-
-cdef struct WeightGradPass:
-    const float* x
-    const float* dy
-    float* dw
-    float* copies                                            # private copies 1.. of dw; copy 0 is dw itself
-    Py_ssize_t images, in_blocks, out_blocks, lanes, R, S, P, Q, H, W
-    Py_ssize_t x_image, x_block, x_row, dy_image, dy_block, dy_row, dw_size
-    Py_ssize_t stride_h, stride_w, pad_h, pad_w
-    Py_ssize_t band, c_blocks, n_copies                      # rows of dy per visit; input channel blocks of a job
-    bint across_images
-
-
-cdef inline void tap_range(WeightGradPass* g, Py_ssize_t q, Py_ssize_t j0, int width, int* lo, int* hi) noexcept nogil:
-    """Positions j0 + lo .. j0 + hi of the (filter column, channel) run whose pixel exists for output column q."""
-    cdef Py_ssize_t start = q * g.stride_w - g.pad_w
-    cdef Py_ssize_t first = -start * g.lanes if start < 0 else 0
-    cdef Py_ssize_t last = min(g.W - start, g.S) * g.lanes
-    lo[0] = <int>min(max(first - j0, 0), width)
-    hi[0] = <int>min(max(last - j0, 0), width)
-
-
-cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                                  Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width,
-                                  bint two) noexcept nogil:
-    """Add to `width` rows of dw from j0 on (filter row r) what rows p0..p1 of `images` images give."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    cdef Reduction over
-    cdef Py_ssize_t q, q1
-    cdef Py_ssize_t dw_block = g.in_blocks * g.R * g.S * g.lanes * b
-    cdef Py_ssize_t step = g.stride_w * g.lanes
-    cdef int lo, hi, lo1, hi1
-    # rows p with 0 <= p * stride_h - pad_h + r < H
-    p0 = max(p0, (g.pad_h - r + g.stride_h - 1) // g.stride_h if g.pad_h > r else 0)
-    p1 = min(p1, (g.H - 1 + g.pad_h - r) // g.stride_h + 1 if g.H - 1 + g.pad_h >= r else 0)
-    if p0 >= p1:
-        return
-    dw += j0 * b
-    tile_load(a0, a1, width, dw, b, dw_block, two)
-    x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.lanes + j0
-    dy += p0 * g.dy_row
-    over.ahead = 0
-    over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
-    q = 0
-    while q < g.Q:
-        tap_range(g, q, j0, width, &lo, &hi)
-        q1 = q + 1
-        if g.across_images:
-            over.n0, over.x0, over.w0 = images, g.x_image, g.dy_image
-            over.n2, over.x2, over.w2 = 1, 0, 0
-        else:
-            while q1 < g.Q:
-                tap_range(g, q1, j0, width, &lo1, &hi1)
-                if lo1 != lo or hi1 != hi:
-                    break
-                q1 += 1
-            over.n0, over.x0, over.w0 = q1 - q, step, b
-            over.n2, over.x2, over.w2 = images, g.x_image, g.dy_image
-        if lo < hi:
-            run(lo, hi, a0, a1, x + q * step, 1, dy + q * b, g.dy_block, &over, two)
-        q = q1
-    tile_store(a0, a1, width, dw, b, dw_block, False, two)
-
-
-cdef void weight_grad_tile_two(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                               Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width) noexcept nogil:
-    weight_grad_tile(g, x, dy, dw, images, p0, p1, r, j0, width, True)
-
-
-cdef void weight_grad_tile_one(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                               Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width) noexcept nogil:
-    weight_grad_tile(g, x, dy, dw, images, p0, p1, r, j0, width, False)
-
-
-cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_t images, Py_ssize_t k, Py_ssize_t c0,
-                           Py_ssize_t c1, Py_ssize_t p0, Py_ssize_t p1) noexcept nogil:
-    """Rows p0..p1 of `images` images from n on, into channel blocks k, k + 1 and c0..c1 of dw."""
-    cdef Py_ssize_t run_length = g.S * g.lanes
-    cdef int t, tiles = tiles_of(run_length)
-    cdef Py_ssize_t c, r, j0
-    cdef const float* dy = g.dy + n * g.dy_image + k * g.dy_block
-    cdef const float* x
-    cdef float* dw_row
-    cdef int width
-    for c in range(c0, c1):
-        x = g.x + n * g.x_image + c * g.x_block
-        for r in range(g.R):
-            dw_row = dw + ((k * g.in_blocks + c) * g.R + r) * run_length * b
-            for t in range(tiles):
-                j0 = tile_start(run_length, tiles, t)
-                width = <int>(tile_start(run_length, tiles, t + 1) - j0)
-                if k + 1 < g.out_blocks:
-                    weight_grad_tile_two(g, x, dy, dw_row, images, p0, p1, r, j0, width)
-                else:
-                    weight_grad_tile_one(g, x, dy, dw_row, images, p0, p1, r, j0, width)
-
-
-cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
-    """One block of dw (or of a private copy) over its share of the images."""
-    cdef float* dw = g.dw if copy == 0 else g.copies + (copy - 1) * g.dw_size
-    cdef Py_ssize_t block = g.R * g.S * g.lanes * b
-    cdef Py_ssize_t n0 = g.images * copy // g.n_copies, n1 = g.images * (copy + 1) // g.n_copies
-    cdef Py_ssize_t n, p, kk
-    for kk in range(k, min(k + 2, g.out_blocks)):
-        memset(dw + (kk * g.in_blocks + c0) * block, 0, (c1 - c0) * block * sizeof(float))
-    if g.across_images:
-        for p in range(g.P):
-            weight_grad_rows(g, dw, n0, n1 - n0, k, c0, c1, p, p + 1)
-        return
-    for n in range(n0, n1):
-        p = 0
-        while p < g.P:
-            weight_grad_rows(g, dw, n, 1, k, c0, c1, p, min(p + g.band, g.P))
-            p += g.band
-
-
-cdef void weight_grad_pass(WeightGradPass* g, int num_threads) noexcept nogil:
-    cdef Py_ssize_t pairs = (g.out_blocks + 1) // 2, groups = (g.in_blocks + g.c_blocks - 1) // g.c_blocks
-    cdef Py_ssize_t job, i, copy, chunks = (g.dw_size + 4095) // 4096
-    for job in prange(g.n_copies * pairs * groups, num_threads=num_threads, schedule="static"):
-        weight_grad_job(g, job // (pairs * groups), 2 * (job // groups % pairs), job % groups * g.c_blocks,
-                        min((job % groups + 1) * g.c_blocks, g.in_blocks))
-    if g.n_copies > 1:
-        for job in prange(chunks, num_threads=num_threads, schedule="static"):
-            add_copies(g, job * 4096, min((job + 1) * 4096, g.dw_size))
-
-
-cdef void add_copies(WeightGradPass* g, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """dw[start:stop] += the private copies, in the order of their images; both are multiples of the SIMD width."""
-    cdef Py_ssize_t i, copy
-    for copy in range(g.n_copies - 1):
-        i = start
-        while i < stop:
-            store(g.dw + i, load(g.dw + i) + load(g.copies + copy * g.dw_size + i))
-            i += b
-
-
-def conv2d_weight_grad(const float[:, :, :, :, ::1] x,       # IN   (N, CB, H, W, b), or (N, 1, H, W, C) with C <= 4
-                       const float[:, :, :, :, ::1] dy,      # IN   (N, KB, P, Q, b)
-                       float[:, :, :, :, :, ::1] dweight,    # OUT  (KB, CB, R, S, b or C, b)
-                       tuple stride, tuple padding,
-                       float[::1] scratch=None,              # TMP  (copies - 1) * dweight.size, when copies > 1
-                       blocking=None, int num_threads=1):
-    """dweight: gradient of conv2d_forward with respect to the filters, summed over the images (zeros when N = 0).
-
-    Parameters
-    ----------
-    blocking : (int, int, int, bool), optional
-        Rows of dy per visit of a block of dweight, input channel blocks of a job, copies of dweight, whether the
-        innermost sum runs across images; `pcldnn.blocking` solves for all four. Default: (1, 1, 1, False).
-    """
-    cdef WeightGradPass g
-    cdef Py_ssize_t N = x.shape[0]
-    check("dweight", dweight, (dy.shape[1], x.shape[1], dweight.shape[2], dweight.shape[3], x.shape[4], b))
-    check("dy", dy, (N, dy.shape[1], (x.shape[2] + 2 * padding[0] - dweight.shape[2]) // stride[0] + 1,
-                     (x.shape[3] + 2 * padding[1] - dweight.shape[3]) // stride[1] + 1, b))
-    g.band, g.c_blocks, g.n_copies, g.across_images = (1, 1, 1, False) if blocking is None else blocking
-    g.n_copies = max(min(g.n_copies, N), 1)
-    g.images, g.in_blocks, g.out_blocks, g.lanes = N, x.shape[1], dy.shape[1], x.shape[4]
-    g.R, g.S, g.P, g.Q, g.H, g.W = dweight.shape[2], dweight.shape[3], dy.shape[2], dy.shape[3], x.shape[2], x.shape[3]
-    g.x_row = g.W * g.lanes
-    g.x_block = g.H * g.x_row
-    g.x_image = g.in_blocks * g.x_block
-    g.dy_row = g.Q * b
-    g.dy_block = g.P * g.dy_row
-    g.dy_image = g.out_blocks * g.dy_block
-    g.dw_size = g.out_blocks * g.in_blocks * g.R * g.S * g.lanes * b
-    g.stride_h, g.stride_w = stride
-    g.pad_h, g.pad_w = padding
-    if g.dw_size == 0:
-        return
-    g.dw = &dweight[0, 0, 0, 0, 0, 0]
-    if N == 0:
-        memset(g.dw, 0, g.dw_size * sizeof(float))
-        return
-    g.x, g.dy, g.copies = &x[0, 0, 0, 0, 0], &dy[0, 0, 0, 0, 0], NULL
-    if g.n_copies > 1:
-        if scratch is None or scratch.shape[0] < (g.n_copies - 1) * g.dw_size:
-            got = 0 if scratch is None else scratch.shape[0]
-            raise ValueError(f"scratch: got {got} elements, wanted {(g.n_copies - 1) * g.dw_size}")
-        g.copies = &scratch[0]
-    with nogil:
-        weight_grad_pass(&g, num_threads)

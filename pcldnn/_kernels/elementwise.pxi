@@ -1,14 +1,19 @@
-# Kernels that treat every element alike: ReLU, sigmoid, tanh, dropout; and the bias gradient, one pass over the same data.
+# Kernels that treat every element alike: ReLU, sigmoid, tanh, dropout; and the bias gradient, one pass over
+# the same data.
 #
-# a. All are bound by memory: one pass, whole vectors, in place where the caller wants it (x and y the same array).
-# b. Layout is irrelevant to ReLU, sigmoid and tanh, so they take arrays of any shape as one run of floats, cut in jobs
-#    of RUN floats; a tail shorter than a vector goes through the same arithmetic (simd_math.h, c).
+# a. All are bound by memory: one pass, whole vectors, in place where the caller wants it (x and y the same
+#    array).
+# b. Layout is irrelevant to ReLU, sigmoid and tanh, so they take arrays of any shape as one run of floats,
+#    cut in jobs of RUN floats; a tail shorter than a vector goes through the same arithmetic (simd_math.h,
+#    c).
 # c. Padded lanes hold 0 and keep it: f(0) = 0 but for the sigmoid, which clears them afterwards.
 # d. NaN passes through every function: a diverged network must stay visible.
-# e. Dropout uses all four words of a Philox call: those of channels c, c+16, c+32, c+48, which lie in the same lane of
-#    four vectors for every SIMD width up to 16. So the mask does not depend on b, and no word moves between lanes.
-# f. The bias gradient adds runs of at most 64 vectors in float32 (4 accumulators, 16 terms each) and everything
-#    beyond in double, so its error does not grow with minibatch or image size. Image groups are cut by size alone.
+# e. Dropout uses all four words of a Philox call: those of channels c, c+16, c+32, c+48, which lie in the
+#    same lane of four vectors for every SIMD width up to 16. So the mask does not depend on b, and no word
+#    moves between lanes.
+# f. The bias gradient adds runs of at most 64 vectors in float32 (4 accumulators, 16 terms each) and
+#    everything beyond in double, so its error does not grow with minibatch or image size. Image groups are
+#    cut by size alone.
 
 cdef extern from "simd_math.h" nogil:
     vec load_some "vec_load_some"(const float* p, int count, float fill)
@@ -72,11 +77,6 @@ cdef inline vec sigmoid_slope(vec y, vec dy) noexcept nogil:
 
 cdef inline vec tanh_slope(vec y, vec dy) noexcept nogil:
     return dy * (1 - y * y)
-
-
-cdef tuple dims(array):
-    """Shape of a memoryview, which in C has no end."""
-    return array.shape
 
 
 cdef const float* source(str name, array) except? NULL:
@@ -280,7 +280,8 @@ def bias_grad(const float[:, :, :, ::1] dy,      # IN   (N, KB, M, b)
     checks.bias_grad(dims(dy), dims(dbias), num_threads)
     checks.width("dy", dy.shape[3], b)
     cdef Py_ssize_t count = dy.shape[0], blocks = dy.shape[1], pixels = dy.shape[2], image = blocks * pixels * b
-    # One channel block a job reads long runs of memory; where they are short, adjacent blocks are taken together.
+    # One channel block a job reads long runs of memory; where they are short, adjacent blocks are taken
+    # together.
     cdef Py_ssize_t together = 1 if pixels >= BIAS_RUN else BIAS_JOB
     cdef Py_ssize_t per_group = max(1, BIAS_GROUP // max(1, pixels * together))
     cdef Py_ssize_t groups = (count + per_group - 1) // per_group, spans = (blocks + together - 1) // together

@@ -14,8 +14,8 @@ d. Shape letters: N images of this rank, C in channels, K out channels, CB, KB t
 """
 
 from cython.parallel cimport prange
-from libc.stdlib cimport free, malloc
 from cython.view cimport array
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from pcldnn._kernels import checks
@@ -37,6 +37,11 @@ SIMD_WIDTH = b
 TARGET = __name__.rpartition("_")[2]
 
 
+cdef tuple dims(view):
+    """Shape of a memoryview, for the functions of checks.py; in C a shape has no end."""
+    return view.shape
+
+
 cdef int check(str name, array, tuple wanted) except -1:
     """Refuse an array whose shape is not the one wanted."""
     got = tuple([array.shape[i] for i in range(array.ndim)])
@@ -45,9 +50,24 @@ cdef int check(str name, array, tuple wanted) except -1:
     return 0
 
 
+cdef float[::1] scratch_of(float[::1] scratch, Py_ssize_t wanted):
+    """The scratch array that was given, or a new one where one is needed; refused when too small."""
+    cdef Py_ssize_t got = 0 if scratch is None else scratch.shape[0]
+    if got >= wanted:
+        return scratch
+    if scratch is None:
+        return array(shape=(wanted,), itemsize=sizeof(float), format="f")
+    raise ValueError(f"scratch has {got} elements, wanted at least {wanted}")
+
+
+cdef inline float* start_of(float[::1] scratch) noexcept:
+    return NULL if scratch is None or scratch.shape[0] == 0 else &scratch[0]
+
+
 include "tile.pxi"
 include "peak.pxi"
 include "conv.pxi"
+include "conv_weight_grad.pxi"
 include "linear.pxi"
 include "elementwise.pxi"
 include "pool.pxi"

@@ -1,8 +1,9 @@
 # The two edges of a network: plain NCHW arrays to channel blocks and back.
 #
-# a. The plain array may have any strides (a transposed, reversed or broadcast view): its strides are followed, nothing
-#    is assumed of them.
-# b. A job is one row of one channel block, lane by lane: the blocked row (W*b floats) stays in the L1 cache meanwhile.
+# a. The plain array may have any strides (a transposed, reversed or broadcast view): its strides are
+#    followed, nothing is assumed of them.
+# b. A job is one row of one channel block, lane by lane: the blocked row (W*b floats) stays in the L1 cache
+#    meanwhile.
 # c. Lanes beyond the last channel become 0 and are never read back.
 
 cdef void block_row(const char* x, Py_ssize_t channel_stride, Py_ssize_t stride, float* y, Py_ssize_t width,

@@ -22,24 +22,6 @@ def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
     return tiles_of(N) * TILE * max(F, K) + N * (tiles_of(F) * TILE + K + 2 * b)
 
 
-cdef void pack_samples(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
-    """x (N, F) to (tiles of samples, F, TILE); a tile of fewer than TILE samples leaves its last places unread."""
-    cdef int tiles = tiles_of(N)
-    cdef Py_ssize_t job, n, f, first, chunks = (F + CHUNK - 1) // CHUNK
-    for job in prange(tiles * chunks, num_threads=num_threads, schedule="static"):
-        pack_tile(x, N, F, packed, tiles, <int>(job // chunks), job % chunks * CHUNK)
-
-
-cdef void pack_tile(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int tiles, int tile,
-                    Py_ssize_t f0) noexcept nogil:
-    cdef Py_ssize_t first = tile_start(N, tiles, tile), width = tile_start(N, tiles, tile + 1) - first
-    cdef Py_ssize_t f, p, f1 = min(f0 + CHUNK, F)
-    cdef float* out = packed + tile * F * TILE
-    for p in range(width):
-        for f in range(f0, f1):
-            out[f * TILE + p] = x[(first + p) * F + f]
-
-
 cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
     """x (N, F) to (tiles of features, N, TILE)."""
     cdef int t, tiles = tiles_of(F)
@@ -184,16 +166,15 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
     cdef const float[::1] bias_view
     cdef const float* bias_ptr = NULL
     cdef float* packed
-    check("weight", weight, (KB, F, b))
-    check("y", y, (N, KB * b))
+    checks.linear(dims(x), dims(weight), None if bias is None else bias.shape, dims(y), num_threads)
+    checks.width("weight", weight.shape[2], b)
     if N == 0 or KB == 0:
         return
     if bias is not None:
         bias_view = bias
-        check("bias", bias_view, (KB * b,))
         bias_ptr = &bias_view[0]
-    scratch = linear_scratch(scratch, N, F, KB * b)
-    packed = &scratch[0]
+    scratch = scratch_of(scratch, linear_scratch_size(N, F, KB * b))
+    packed = start_of(scratch)
     with nogil:
         pack_samples(&x[0, 0], N, F, packed, num_threads)
         size = group_size(KB, num_threads)
@@ -210,14 +191,14 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
     """dx = dy weight. F must be a multiple of b."""
     cdef Py_ssize_t N = dx.shape[0], F = dx.shape[1], KB = weight.shape[0], size, job
     cdef float* packed
-    check("weight", weight, (KB, F, b))
-    check("dy", dy, (N, KB * b))
+    checks.linear(dims(dx), dims(weight), None, dims(dy), num_threads, names=("dx", "weight", "dy"))
+    checks.width("weight", weight.shape[2], b)
     if F % b:
         raise ValueError(f"dx: got rows of {F} features, wanted a multiple of the SIMD width {b}")
     if N == 0 or F == 0:
         return
-    scratch = linear_scratch(scratch, N, F, KB * b)
-    packed = &scratch[0]
+    scratch = scratch_of(scratch, linear_scratch_size(N, F, KB * b))
+    packed = start_of(scratch)
     with nogil:
         pack_samples(&dy[0, 0], N, KB * b, packed, num_threads)
         size = group_size(F // b, num_threads)
@@ -234,15 +215,15 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = dweight.shape[0], size, job, n, k
     cdef float* packed
     cdef float* pairs
-    check("dweight", dweight, (KB, F, b))
-    check("dy", dy, (N, KB * b))
+    checks.linear(dims(x), dims(dweight), None, dims(dy), num_threads, names=("x", "dweight", "dy"))
+    checks.width("dweight", dweight.shape[2], b)
     if KB == 0 or F == 0:
         return
     if N == 0:
         memset(&dweight[0, 0, 0], 0, KB * F * b * sizeof(float))
         return
-    scratch = linear_scratch(scratch, N, F, KB * b)
-    packed = &scratch[0]
+    scratch = scratch_of(scratch, linear_scratch_size(N, F, KB * b))
+    packed = start_of(scratch)
     pairs = packed + tiles_of(F) * TILE * N
     with nogil:
         pack_features(&x[0, 0], N, F, packed, num_threads)
@@ -253,13 +234,3 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
         size = group_size(KB, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
             weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB))
-
-
-cdef float[::1] linear_scratch(float[::1] scratch, Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
-    """The scratch array that was given, or a new one; refused when too small."""
-    cdef Py_ssize_t wanted = linear_scratch_size(N, F, K)
-    if scratch is None:
-        return array(shape=(max(wanted, 1),), itemsize=sizeof(float), format="f")
-    if scratch.shape[0] < wanted:
-        raise ValueError(f"scratch: got {scratch.shape[0]} elements, wanted {wanted}")
-    return scratch

@@ -1,10 +1,10 @@
 # Softmax and cross entropy in one kernel: the loss of each sample and the gradient of the logits.
 #
-# a. The loss is log(sum exp(z - max)) - (z[label] - max) in double: it neither overflows nor saturates, as the logarithm
-#    of a rounded softmax does (a loss of 60 stays 60).
-# b. A row is touched three times while it lies in the cache: maximum; exp and sum, with exp kept in dlogits; scaling.
-#    dlogits may therefore be the array of the logits. A job is a row; rows of one class block each are very short, but
-#    static scheduling makes a job no more than a loop turn.
+# a. The loss is log(sum exp(z - max)) - (z[label] - max) in double: it neither overflows nor saturates, as
+#    the logarithm of a rounded softmax does (a loss of 60 stays 60).
+# b. A row is touched three times while it lies in the cache: maximum; exp and sum, with exp kept in dlogits;
+#    scaling. dlogits may therefore be the array of the logits. A job is a row; rows of one class block each
+#    are very short, but static scheduling makes a job no more than a loop turn.
 # c. Lanes beyond num_classes are read as -inf, so that they add exp(-inf) = 0 and leave 0.
 # d. Labels are checked, all of them, before any memory is touched. NaN or infinite logits give a NaN loss.
 

@@ -1,8 +1,9 @@
 # The SGD update of an owned shard.
 #
-# a. One pass over weight, gradient and momentum: five floats move for each element, whatever the hyper-parameters are
-#    (momentum 0 or weight decay 0 cost no less: memory is the bound).
-# b. PyTorch's rule, not Caffe's: the learning rate stays outside the momentum, so a schedule acts at once on all of it.
+# a. One pass over weight, gradient and momentum: five floats move for each element, whatever the
+#    hyper-parameters are (momentum 0 or weight decay 0 cost no less: memory is the bound).
+# b. PyTorch's rule, not Caffe's: the learning rate stays outside the momentum, so a schedule acts at once on
+#    all of it.
 
 cdef inline void sgd_step(float* w, const float* g, float* v, int count, float lr, float momentum,
                           float decay) noexcept nogil:

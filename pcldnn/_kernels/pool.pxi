@@ -1,17 +1,17 @@
 # Max and average pooling.
 #
-# a. Bound by memory: each plane (one image, one channel block) is read once, in row order, whole vectors of channels.
-#    A row of the image stays in the L1 cache while the windows that overlap on it are computed.
-# b. Windows are clipped to the image by their loop bounds, so borders and the last window of the ceil rule run the
-#    same code. checks.pool2d makes sure that no window is empty.
-# c. Forward jobs are output rows. Backward jobs are planes: windows may overlap in rows, and a plane is written by one
-#    thread in row order, so the sums do not depend on the number of threads.
-# d. The maximum's place is found again from x instead of being stored: x is there anyway, and an index array would
-#    cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
-# e. Windows of 2x2 and 3x3 have their sizes compiled in (the window functions are always inlined); others run the same
-#    code with sizes known at run time.
-# f. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand; 2x2 windows
-#    that do not overlap (stride 2, the common case) write over the zeros instead of adding to them.
+# a. Bound by memory: each plane (one image, one channel block) is read once, in row order, whole vectors of
+#    channels. A row of the image stays in the L1 cache while the windows that overlap on it are computed.
+# b. Windows are clipped to the image by their loop bounds, so borders and the last window of the ceil rule
+#    run the same code. checks.pool2d makes sure that no window is empty.
+# c. Forward jobs are output rows. Backward jobs are planes: windows may overlap in rows, and a plane is
+#    written by one thread in row order, so the sums do not depend on the number of threads.
+# d. The maximum's place is found again from x instead of being stored: x is there anyway, and an index array
+#    would cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
+# e. Windows of 2x2 and 3x3 have their sizes compiled in (the window functions are always inlined); others run
+#    the same code with sizes known at run time.
+# f. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand; 2x2
+#    windows that do not overlap (stride 2, the common case) write over the zeros instead of adding to them.
 
 from libc.math cimport NAN
 

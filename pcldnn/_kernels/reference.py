@@ -3,12 +3,13 @@
 Same names and arguments as the compiled kernels, but
 (a) the block width b is read from the arrays, not fixed, and
 (b) the dtype is that of the arrays: called with float64 arrays it is the oracle for the float32 kernels.
-(c) Convolution is im2col of one image + one BLAS product, the method of Caffe (Jia et al. 2014), so that it is an
-    honest baseline; arguments that only steer speed (blocking, scratch, num_threads) are checked or ignored.
+(c) Convolution is im2col of one image + one BLAS product, the method of Caffe (Jia et al. 2014), so that it
+    is an honest baseline; arguments that only steer speed (blocking, scratch, num_threads) are checked or
+    ignored.
 
-This file holds the matrix products and the layout changes; pooling and the element-wise kernels stand beside it and are
-re-exported here. Layouts: activations (N, C/b, H, W, b), filters (K/b, C/b, R, S, b, b) with the input channel before
-the output channel.
+This file holds the matrix products and the layout changes; pooling and the element-wise kernels stand beside
+it and are re-exported here. Layouts: activations (N, C/b, H, W, b), filters (K/b, C/b, R, S, b, b) with the
+input channel before the output channel.
 """
 import numpy as np
 
@@ -57,7 +58,7 @@ def _columns(image, taps, outputs, stride, padding):
     return windows.transpose(1, 2, 0, 3, 4).reshape(p * q, cb * r * s * b)
 
 
-def conv2d_forward(x, weight, bias, y, stride, padding, relu=False, blocking=None, num_threads=1):
+def conv2d_forward(x, weight, bias, y, stride, padding, relu=False, blocking=None, num_threads=1, scratch=None):
     """y = weight * x (correlation) + bias, then optionally max(0, y)."""
     bias_shape = None if bias is None else bias.shape
     checks.conv2d_forward(x.shape, weight.shape, bias_shape, y.shape, stride, padding, num_threads)
@@ -79,7 +80,7 @@ def conv2d_transpose_filter(weight, weight_t, num_threads=1):
     weight_t[...] = weight[:, :, ::-1, ::-1].transpose(1, 0, 2, 3, 5, 4)
 
 
-def conv2d_input_grad(dy, weight_t, dx, stride, padding, blocking=None, num_threads=1):
+def conv2d_input_grad(dy, weight_t, dx, stride, padding, blocking=None, num_threads=1, scratch=None):
     """The adjoint of conv2d_forward in x; overwrites dx, input that no window touched gets exactly 0."""
     checks.conv2d_input_grad(dy.shape, weight_t.shape, dx.shape, stride, padding, num_threads)
     cb, kb, r, s, b, bc = weight_t.shape

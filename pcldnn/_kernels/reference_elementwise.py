@@ -69,9 +69,10 @@ def philox(counter, key):
 def dropout(x, y, p, seed, layer, epoch, sample_ids, channels, num_threads=1):
     """y = x / (1 - p) with probability 1 - p, else 0, for x (N, CB, M, b); the same call makes the gradient from dy.
 
-    Pixel m of channel c is dropped when word (c // 16) % 4 of Philox(key = (seed, layer), counter = (unit, low and high
-    half of the sample id, epoch)) is under p * 2^32, with unit = (c // 64 * 16 + c % 16) * M + m. The mask depends on
-    nothing else, the SIMD width least of all: channels 16 apart share a call, because they share a lane of vectors.
+    Pixel m of channel c is dropped when word (c // 16) % 4 of Philox(key = (seed, layer), counter = (unit,
+    low and high half of the sample id, epoch)) is under p * 2^32, with unit = (c // 64 * 16 + c % 16) * M +
+    m. The mask depends on nothing else, the SIMD width least of all: channels 16 apart share a call, because
+    they share a lane of vectors.
     """
     checks.dropout(x.shape, y.shape, p, seed, layer, epoch, sample_ids.shape, channels, num_threads)
     n, cb, m, b = x.shape

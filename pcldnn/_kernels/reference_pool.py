@@ -11,7 +11,8 @@ def _taps(size, outputs, kernel, stride, padding):
     """For each tap of a 1-D window: (outputs that have it inside the image, their inputs), as two slices."""
     taps = []
     for tap in range(kernel):
-        # Output o reads input o*stride + tap - padding: first and one past the last o for which that is inside.
+        # Output o reads input o*stride + tap - padding: first and one past the last o for which that is
+        # inside.
         first = max(0, -((tap - padding) // stride))
         last = min(outputs, (size - 1 - tap + padding) // stride + 1)
         if first < last:

@@ -1,15 +1,15 @@
 /* Functions on whole vectors: exp, tanh, logistic, maxima, partial loads, sums in double, random words.
  *
  * (a) exp has the range reduction and the polynomial of expf in the Cephes library (S. L. Moshier,
- *     netlib.org/cephes/single), tanh is the rational function of Eigen (Eigen/src/Core/MathFunctionsImpl.h), which
- *     needs no exp and one division. Largest error over all floats, measured: exp 1.1 units in the last place, tanh 6.5
- *     (that is 4e-7 near 1, where it is largest), logistic 2.4. NaN stays NaN.
- * (b) exp under the smallest normal number becomes 0: denormal arithmetic costs a hundred times more on some CPUs, and
- *     no sum here sees the difference.
- * (c) A row that does not end on a whole vector ends with vec_load_some / vec_store_some: same arithmetic, no scalar
- *     path to keep equal to the vector one.
- * (d) Intrinsics only where the compiler finds no instruction for the generic form (tried with gcc 12): min, max and the
- *     multiplication of 32-bit integers to 64 bits.
+ *     netlib.org/cephes/single), tanh is the rational function of Eigen (Eigen/src/Core/MathFunctionsImpl.h),
+ *     which needs no exp and one division. Largest error over all floats, measured: exp 1.1 units in the last
+ *     place, tanh 6.5 (that is 4e-7 near 1, where it is largest), logistic 2.4. NaN stays NaN.
+ * (b) exp under the smallest normal number becomes 0: denormal arithmetic costs a hundred times more on some
+ *     CPUs, and no sum here sees the difference.
+ * (c) A row that does not end on a whole vector ends with vec_load_some / vec_store_some: same arithmetic, no
+ *     scalar path to keep equal to the vector one.
+ * (d) Intrinsics only where the compiler finds no instruction for the generic form (tried with gcc 12): min,
+ *     max and the multiplication of 32-bit integers to 64 bits.
  */
 #ifndef PCL_SIMD_MATH_H
 #define PCL_SIMD_MATH_H
@@ -136,7 +136,7 @@ PCL_INLINE wide wide_multiply(wide a, uint32_t factor) {
 #endif
 }
 
-/* Ten rounds of Philox4x32 on the 32-bit words in the low halves of c[0..3]; the high halves hold rubbish throughout. */
+/* Ten rounds of Philox4x32 on the words in the low halves of c[0..3]; the high halves hold rubbish throughout. */
 PCL_INLINE void wide_philox(wide c[4], uint32_t seed, uint32_t layer) {
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {

@@ -10,6 +10,10 @@
 #    registers over filter rows and input channel blocks, or over rows and images, and a call is rare.
 # e. `two` is a compile-time constant as well: the odd last block of output channels uses one vector.
 
+cdef enum:
+    PACK_RUN = 256             # features that a job of pack_samples takes [elements]
+
+
 cdef struct Reduction:
     Py_ssize_t n0, x0, w0      # innermost loop: steps, and what x and w advance each step [float]
     Py_ssize_t n1, x1, w1      # the loop around it
@@ -74,3 +78,21 @@ cdef inline int tiles_of(Py_ssize_t count) noexcept nogil:
 
 cdef inline Py_ssize_t tile_start(Py_ssize_t count, int tiles, int tile) noexcept nogil:
     return count * tile // tiles
+
+
+cdef void pack_samples(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
+    """x (N, F) to (tiles of samples, F, TILE); a tile of fewer than TILE samples leaves its last places unread."""
+    cdef int tiles = tiles_of(N)
+    cdef Py_ssize_t job, n, f, first, chunks = (F + PACK_RUN - 1) // PACK_RUN
+    for job in prange(tiles * chunks, num_threads=num_threads, schedule="static"):
+        pack_tile(x, N, F, packed, tiles, <int>(job // chunks), job % chunks * PACK_RUN)
+
+
+cdef void pack_tile(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int tiles, int tile,
+                    Py_ssize_t f0) noexcept nogil:
+    cdef Py_ssize_t first = tile_start(N, tiles, tile), width = tile_start(N, tiles, tile + 1) - first
+    cdef Py_ssize_t f, p, f1 = min(f0 + PACK_RUN, F)
+    cdef float* out = packed + tile * F * TILE
+    for p in range(width):
+        for f in range(f0, f1):
+            out[f * TILE + p] = x[(first + p) * F + f]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
-from pcldnn.blocking import ConvShape, conv_forward, conv_input_grad, conv_weight_grad
+from pcldnn.blocking import ConvShape, conv_forward, conv_input_grad, conv_weight_grad, gradient_shape, pack_size
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, pair
 from pcldnn.layers.parameter import Bias, Parameter
@@ -86,14 +86,19 @@ class Conv2d(Layer):
             plan.call_images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
             self.stride, self.padding, plan.input.block,
         )  # fmt: skip
+        called = replace(shape, N=plan.images)  # blocking may be for a piece of them: LayerPlan.call_images
         weight_size = plan.parameters[0].array_size
         if pass_name == "forward":
-            blocking, scratch = conv_forward(shape, machine), 0
+            blocking = conv_forward(shape, machine)
+            scratch = pack_size(called, machine) if blocking.across_images else 0
         elif pass_name == "input_grad":
-            blocking, scratch = conv_input_grad(shape, machine), weight_size  # the transposed filters
+            blocking = conv_input_grad(shape, machine)
+            scratch = weight_size + (pack_size(gradient_shape(called), machine) if blocking.across_images else 0)
         else:
             blocking = conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
+            if blocking.across_images:
+                scratch += plan.call_images * (plan.input.padded_features + plan.output.padded_features)
         return replace(super().plan_pass(pass_name, plan, machine, threads), blocking=blocking, scratch=scratch)
 
     def absorbs(self, following: Layer) -> bool:
@@ -103,7 +108,7 @@ class Conv2d(Layer):
         relu = unit.plan.fused is not None
         kernels.conv2d_forward(
             x, unit.value["weight"], unit.value.get("bias"), y, self.stride, self.padding, relu,
-            unit.plan.forward.blocking, unit.num_threads,
+            unit.plan.forward.blocking, unit.num_threads, unit.memory.scratch.get("forward"),
         )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
@@ -119,12 +124,13 @@ class Conv2d(Layer):
     def compute_input_grad(self, unit, dy, dx):
         weight = unit.value["weight"]
         out_blocks, in_blocks, rows, columns, lanes, block = weight.shape
-        weight_t = unit.memory.scratch["input_grad"][: weight.size]
-        weight_t = weight_t.reshape(in_blocks, out_blocks, rows, columns, block, lanes)
+        scratch = unit.memory.scratch["input_grad"]
+        weight_t = scratch[: weight.size].reshape(in_blocks, out_blocks, rows, columns, block, lanes)
         kernels.conv2d_transpose_filter(weight, weight_t, unit.num_threads)
         kernels.conv2d_input_grad(
-            dy, weight_t, dx, self.stride, self.padding, unit.plan.input_grad.blocking, unit.num_threads
-        )
+            dy, weight_t, dx, self.stride, self.padding, unit.plan.input_grad.blocking, unit.num_threads,
+            scratch[weight.size :],
+        )  # fmt: skip
 
     def __str__(self) -> str:
         size = f"{self.kernel_size[0]}x{self.kernel_size[1]}"

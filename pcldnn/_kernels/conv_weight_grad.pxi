@@ -1,0 +1,231 @@
+# Weight gradient of the direct convolution.
+#
+# a. A register tile is 2 vectors of k times TILE positions of the flattened (filter column, input channel) run, which
+#    is contiguous in x and in dweight alike: dweight[k, c, r, j] += sum over pixels of dy[k, pixel] x[pixel, j]. What
+#    the sum runs over, pixels of a row, rows and images, is inside the micro-kernel.
+# b. Positions that a pixel's padding cuts off are left out: columns with the same range of positions make one call.
+# c. Rows are taken in bands that stay in cache while all filter rows and positions pass over them.
+# d. Where images are small the innermost sum runs across images (`across_images`): x is transposed to have images
+#    innermost, dy copied to (KB, P, Q, N, b), and every stream is contiguous again.
+# e. A job owns a block of dweight. Where there are fewer blocks than parallel work needs, `copies` private ones, each
+#    over its share of the images, are added up in a fixed order.
+
+cdef struct WeightGradPass:
+    const float* x
+    const float* dy
+    float* dw
+    float* copies                                            # private copies 1.. of dw; copy 0 is dw itself
+    Py_ssize_t images, in_blocks, out_blocks, lanes, R, S, P, Q, H, W
+    Py_ssize_t x_image, x_block, x_row, x_column, x_lane     # distances [float]
+    Py_ssize_t dy_image, dy_block, dy_row, dy_column, dw_size
+    Py_ssize_t stride_h, stride_w, pad_h, pad_w
+    Py_ssize_t band, c_blocks, n_copies                      # rows of dy per visit; input channel blocks of a job
+    bint across_images
+
+
+cdef inline void tap_range(WeightGradPass* g, Py_ssize_t q, Py_ssize_t j0, int width, int* lo, int* hi) noexcept nogil:
+    """Positions j0 + lo .. j0 + hi of the (filter column, channel) run whose pixel exists for output column q."""
+    cdef Py_ssize_t start = q * g.stride_w - g.pad_w
+    cdef Py_ssize_t first = -start * g.lanes if start < 0 else 0
+    cdef Py_ssize_t last = min(g.W - start, g.S) * g.lanes
+    lo[0] = <int>min(max(first - j0, 0), width)
+    hi[0] = <int>min(max(last - j0, 0), width)
+
+
+cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
+                                  Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width,
+                                  bint two) noexcept nogil:
+    """Add to `width` rows of dw from j0 on (filter row r) what rows p0..p1 of `images` images give."""
+    cdef vec a0[TILE]
+    cdef vec a1[TILE]
+    cdef Reduction over
+    cdef Py_ssize_t q, q1
+    cdef Py_ssize_t dw_block = g.in_blocks * g.R * g.S * g.lanes * b
+    cdef Py_ssize_t step = g.stride_w * g.x_column
+    cdef int lo, hi, lo1, hi1
+    # rows p with 0 <= p * stride_h - pad_h + r < H
+    p0 = max(p0, (g.pad_h - r + g.stride_h - 1) // g.stride_h if g.pad_h > r else 0)
+    p1 = min(p1, (g.H - 1 + g.pad_h - r) // g.stride_h + 1 if g.H - 1 + g.pad_h >= r else 0)
+    if p0 >= p1:
+        return
+    dw += j0 * b
+    tile_load(a0, a1, width, dw, b, dw_block, two)
+    x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + j0 * g.x_lane
+    dy += p0 * g.dy_row
+    over.ahead = 0
+    q = 0
+    while q < g.Q:
+        tap_range(g, q, j0, width, &lo, &hi)
+        q1 = q + 1
+        while q1 < g.Q:
+            tap_range(g, q1, j0, width, &lo1, &hi1)
+            if lo1 != lo or hi1 != hi:
+                break
+            q1 += 1
+        if g.across_images:
+            over.n0, over.x0, over.w0 = images, 1, b
+            over.n1, over.x1, over.w1 = q1 - q, step, g.dy_column
+            over.n2, over.x2, over.w2 = p1 - p0, g.stride_h * g.x_row, g.dy_row
+        else:
+            over.n0, over.x0, over.w0 = q1 - q, step, b
+            over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
+            over.n2, over.x2, over.w2 = 1, 0, 0
+        if lo < hi:
+            run(lo, hi, a0, a1, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, two)
+        q = q1
+    tile_store(a0, a1, width, dw, b, dw_block, False, two)
+
+
+cdef void weight_grad_tile_two(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
+                               Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width) noexcept nogil:
+    weight_grad_tile(g, x, dy, dw, images, p0, p1, r, j0, width, True)
+
+
+cdef void weight_grad_tile_one(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
+                               Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width) noexcept nogil:
+    weight_grad_tile(g, x, dy, dw, images, p0, p1, r, j0, width, False)
+
+
+cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_t images, Py_ssize_t k, Py_ssize_t c0,
+                           Py_ssize_t c1, Py_ssize_t p0, Py_ssize_t p1) noexcept nogil:
+    """Rows p0..p1 of `images` images from n on, into channel blocks k, k + 1 and c0..c1 of dw."""
+    cdef Py_ssize_t run_length = g.S * g.lanes
+    cdef int t, tiles = tiles_of(run_length)
+    cdef Py_ssize_t c, r, j0
+    cdef const float* dy = g.dy + n * g.dy_image + k * g.dy_block
+    cdef const float* x
+    cdef float* dw_row
+    cdef int width
+    for c in range(c0, c1):
+        x = g.x + n * g.x_image + c * g.x_block
+        for r in range(g.R):
+            dw_row = dw + ((k * g.in_blocks + c) * g.R + r) * run_length * b
+            for t in range(tiles):
+                j0 = tile_start(run_length, tiles, t)
+                width = <int>(tile_start(run_length, tiles, t + 1) - j0)
+                if k + 1 < g.out_blocks:
+                    weight_grad_tile_two(g, x, dy, dw_row, images, p0, p1, r, j0, width)
+                else:
+                    weight_grad_tile_one(g, x, dy, dw_row, images, p0, p1, r, j0, width)
+
+
+cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
+    """One block of dw (or of a private copy) over its share of the images."""
+    cdef float* dw = g.dw if copy == 0 else g.copies + (copy - 1) * g.dw_size
+    cdef Py_ssize_t block = g.R * g.S * g.lanes * b
+    cdef Py_ssize_t n0 = g.images * copy // g.n_copies, n1 = g.images * (copy + 1) // g.n_copies
+    cdef Py_ssize_t n, p, kk, images
+    for kk in range(k, min(k + 2, g.out_blocks)):
+        memset(dw + (kk * g.in_blocks + c0) * block, 0, (c1 - c0) * block * sizeof(float))
+    n = n0
+    while n < n1:
+        images = n1 - n0 if g.across_images else 1
+        p = 0
+        while p < g.P:
+            weight_grad_rows(g, dw, n, images, k, c0, c1, p, min(p + g.band, g.P))
+            p += g.band
+        n += images
+
+
+cdef void weight_grad_pass(WeightGradPass* g, int num_threads) noexcept nogil:
+    cdef Py_ssize_t pairs = (g.out_blocks + 1) // 2, groups = (g.in_blocks + g.c_blocks - 1) // g.c_blocks
+    cdef Py_ssize_t job, i, copy, chunks = (g.dw_size + 4095) // 4096
+    for job in prange(g.n_copies * pairs * groups, num_threads=num_threads, schedule="static"):
+        weight_grad_job(g, job // (pairs * groups), 2 * (job // groups % pairs), job % groups * g.c_blocks,
+                        min((job % groups + 1) * g.c_blocks, g.in_blocks))
+    if g.n_copies > 1:
+        for job in prange(chunks, num_threads=num_threads, schedule="static"):
+            add_copies(g, job * 4096, min((job + 1) * 4096, g.dw_size))
+
+
+cdef void add_copies(WeightGradPass* g, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """dw[start:stop] += the private copies, in the order of their images; both are multiples of the SIMD width."""
+    cdef Py_ssize_t i, copy
+    for copy in range(g.n_copies - 1):
+        i = start
+        while i < stop:
+            store(g.dw + i, load(g.dw + i) + load(g.copies + copy * g.dw_size + i))
+            i += b
+
+
+def conv2d_weight_grad(const float[:, :, :, :, ::1] x,       # IN   (N, CB, H, W, b), or (N, 1, H, W, C) with C <= 4
+                       const float[:, :, :, :, ::1] dy,      # IN   (N, KB, P, Q, b)
+                       float[:, :, :, :, :, ::1] dweight,    # OUT  (KB, CB, R, S, b or C, b)
+                       tuple stride, tuple padding,
+                       float[::1] scratch=None,              # TMP  (copies - 1) * dweight.size, and x.size + dy.size
+                                                             #      when the innermost sum runs across images
+                       blocking=None, int num_threads=1):
+    """dweight: gradient of conv2d_forward with respect to the filters, summed over the images (zeros when N = 0).
+
+    Parameters
+    ----------
+    blocking : (int, int, int, bool), optional
+        Rows of dy per visit of a block of dweight, input channel blocks of a job, copies of dweight, whether the
+        innermost sum runs across images; `pcldnn.blocking` solves for all four. Default: (1, 1, 1, False).
+    """
+    cdef WeightGradPass g
+    cdef Py_ssize_t N = x.shape[0], size = x.size + dy.size
+    checks.conv2d_weight_grad(dims(x), dims(dy), dims(dweight), stride, padding, num_threads)
+    checks.width("dy", dy.shape[4], b)
+    g.band, g.c_blocks, g.n_copies, g.across_images = (1, 1, 1, False) if blocking is None else blocking
+    g.n_copies = max(min(g.n_copies, N), 1)
+    g.images, g.in_blocks, g.out_blocks, g.lanes = N, x.shape[1], dy.shape[1], x.shape[4]
+    g.R, g.S, g.P, g.Q, g.H, g.W = dweight.shape[2], dweight.shape[3], dy.shape[2], dy.shape[3], x.shape[2], x.shape[3]
+    g.dw_size = g.out_blocks * g.in_blocks * g.R * g.S * g.lanes * b
+    g.stride_h, g.stride_w = stride
+    g.pad_h, g.pad_w = padding
+    if g.dw_size == 0:
+        return
+    g.dw = &dweight[0, 0, 0, 0, 0, 0]
+    if N == 0:
+        memset(g.dw, 0, g.dw_size * sizeof(float))
+        return
+    scratch = scratch_of(scratch, (g.n_copies - 1) * g.dw_size + (size if g.across_images else 0))
+    g.copies = start_of(scratch)
+    with nogil:
+        weight_grad_arrays(&g, &x[0, 0, 0, 0, 0], &dy[0, 0, 0, 0, 0], g.copies + (g.n_copies - 1) * g.dw_size,
+                           num_threads)
+        weight_grad_pass(&g, num_threads)
+
+
+cdef void weight_grad_arrays(WeightGradPass* g, const float* x, const float* dy, float* room,
+                             int num_threads) noexcept nogil:
+    """Pointers and distances of x and dy, which are first put in order in `room` if the sum runs across images."""
+    cdef Py_ssize_t N = g.images, inputs = g.in_blocks * g.H * g.W * g.lanes, outputs = g.out_blocks * g.P * g.Q
+    cdef Py_ssize_t job, n
+    g.x, g.dy, g.x_lane, g.dy_column = x, dy, 1, b
+    if g.across_images:
+        transpose_matrix(x, N, inputs, room, num_threads)
+        for job in prange(outputs, num_threads=num_threads, schedule="static"):
+            for n in range(N):
+                store(room + N * inputs + (job * N + n) * b, load(dy + (n * outputs + job) * b))
+        g.x, g.dy, g.x_lane, g.dy_column = room, room + N * inputs, N, N * b
+    g.x_column = g.lanes * g.x_lane
+    g.x_row = g.W * g.x_column
+    g.x_block = g.H * g.x_row
+    g.dy_row = g.Q * g.dy_column
+    g.dy_block = g.P * g.dy_row
+    g.x_image = 1 if g.across_images else g.in_blocks * g.x_block
+    g.dy_image = b if g.across_images else g.out_blocks * g.dy_block
+
+
+cdef void transpose_matrix(const float* x, Py_ssize_t N, Py_ssize_t M, float* xt, int num_threads) noexcept nogil:
+    """x (N, M) to xt (M, N)."""
+    cdef Py_ssize_t job
+    for job in prange((M + b - 1) // b, num_threads=num_threads, schedule="static"):
+        transpose_columns(x, N, M, xt, job * b, min((job + 1) * b, M))
+
+
+cdef void transpose_columns(const float* x, Py_ssize_t N, Py_ssize_t M, float* xt, Py_ssize_t m0,
+                            Py_ssize_t m1) noexcept nogil:
+    cdef float square[b * b]
+    cdef Py_ssize_t n = 0, m
+    while m1 - m0 == b and n + b <= N:
+        transpose(x + n * M + m0, M, square)
+        for m in range(b):
+            store(xt + (m0 + m) * N + n, load(square + m * b))
+        n += b
+    while n < N:
+        for m in range(m0, m1):
+            xt[m * N + n] = x[n * M + m]
+        n += 1

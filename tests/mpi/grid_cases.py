@@ -1,0 +1,230 @@
+"""Layers on grids of ranks, for tests/test_grid.py: ``grid_cases.py FOLDER CASE...`` under mpirun.
+
+Each case is a function of (communicator, folder); every rank writes what it returns to FOLDER/CASE-RANK.json.
+"""
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from train_cases import digest, optimizer, some_digits
+
+from pcldnn import (
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    Network,
+    Partition,
+    ReLU,
+    Sigmoid,
+    Trainer,
+    communicator,
+    exchange,
+)
+from pcldnn.checkpoint import load
+from pcldnn.data import ArrayDataset
+from pcldnn.train import TrainingDiverged
+
+
+def grids(ranks):
+    return [Partition(data, ranks // data) for data in range(1, ranks + 1) if ranks % data == 0]
+
+
+def network():
+    """Fully connected layers of widths that divide by nothing, the last one narrower than ranks times SIMD width."""
+    return Network([Conv2d(1, 6, 5, stride=2, padding=2), ReLU(), MaxPool2d(4), Flatten(), Linear(6 * 4 * 4, 45), ReLU(),
+                    Dropout(0.5), Linear(45, 29), Sigmoid(), Linear(29, 10)], (1, 32, 32), seed=3)
+
+
+def settings(ranks):
+    """Partitions to try: the plan's own, each grid for all layers, and a mixture."""
+    possible = grids(ranks)
+    yield "chosen", None
+    for grid in possible:
+        yield f"all {grid}", {"fc": grid}
+    mixed = [possible[i % len(possible)] for i in range(3)]
+    yield "mixed", dict(zip(("fc6", "classifier.3", "fc8"), mixed, strict=True))
+
+
+def train(comm, partitions, exact, data, threads=1, net=None, **options):
+    net = net or network()
+    trainer = Trainer(net, optimizer(), comm, threads=threads, partitions=partitions, exact=exact)
+    digests = []
+    options = {"minibatch": 21, "epochs": 2, **options}
+    result = trainer.fit(data, some_digits(5), verbose=False, digest_interval=1,
+                         callback=lambda record: digests.append(record.get("digest")), **options)
+    again = trainer.evaluate(some_digits(5), 3)
+    return {"losses": result.losses, "bits": digests[-2], "weights": digest(net), "evaluation": list(
+        vars(result.evaluation).values()), "again": list(vars(again).values())}
+
+
+def training(comm, folder):
+    """Every grid: minibatches of 21 and 11 samples."""
+    data, found = some_digits(53), {}
+    for name, partitions in settings(comm.size):
+        for exact in (False, True):
+            found[f"{name} {'exact' if exact else 'default'}"] = train(comm, partitions, exact, data)
+    found["2 threads exact"] = train(comm, {"fc": grids(comm.size)[0]}, True, data, threads=2)
+    return found
+
+
+def few(comm, folder):
+    """A14: fewer samples than ranks, in the last minibatch, in every minibatch, in the data set."""
+    found = {}
+    for name, partitions in settings(comm.size):
+        for exact in (False, True) if name in ("chosen", "mixed") else ():
+            runs = [train(comm, partitions, exact, some_digits(count), minibatch=minibatch)
+                    for count, minibatch in ((5, 4), (3, 1), (2, 50))]
+            found[f"{name} {'exact' if exact else 'default'}"] = runs
+    return found
+
+
+def resumed(comm, folder):
+    """A25: half-way on one grid, then on another, from a checkpoint; in exact mode the bits of a straight run."""
+    data, found = some_digits(53), {}
+    possible = grids(comm.size)
+    path = folder / "half.safetensors"
+    for exact in (False, True):
+        train(comm, {"fc": possible[0]}, exact, data, steps=2, checkpoint=path)
+        comm.barrier()
+        found["exact" if exact else "default"] = train(comm, {"fc": possible[-1]}, exact, data, resume=path)
+    if comm.rank == 0:
+        kept, _ = load(path)
+        (folder / f"exact{comm.size}.safetensors").write_bytes(path.read_bytes())
+        found["names"] = sorted(kept)
+    return found
+
+
+def diverged(comm, folder):
+    """A NaN in one sample: the culprit is found although layers are shared."""
+    def spoil(images):
+        images[5, 0, 10, 10] = np.nan
+    net = network()
+    trainer = Trainer(net, optimizer(), comm, threads=1, partitions={"fc": grids(comm.size)[0]})
+    try:
+        trainer.fit(some_digits(12, spoil), minibatch=4, verbose=False)
+    except TrainingDiverged as error:
+        return {"step": error.step, "culprits": sorted(set(error.culprits.values())), "text": str(error)}
+    return {}
+
+
+def stop(comm, folder):
+    """A19: one rank asks, all stop after the same step."""
+    trainer = Trainer(network(), optimizer(), comm, threads=1, partitions={"fc": grids(comm.size)[0]})
+
+    def callback(record):
+        if comm.rank == comm.size - 1 and record.get("step") == 3:
+            trainer.request_stop("enough")
+    result = trainer.fit(some_digits(10), minibatch=2, epochs=3, verbose=False, callback=callback)
+    return {"step": result.step, "stopped": result.stopped}
+
+
+def split(comm, folder):
+    """What a rank holds of a split layer, and what users get from it; then a step without any grid."""
+    net = network()
+    whole = net.state_dict()
+    net.prepare(8, comm, 1, partitions={"fc": Partition(1, comm.size)})
+    held = {name: array.size for name, array in net.parameters.items()}
+    same = {name: bool(np.array_equal(value, whole[name])) for name, value in net.state_dict().items()}
+    outputs = net.forward(np.ones((comm.rank, 1, 32, 32), np.float32))     # each rank another number of images
+    was_split = net.is_split
+    net.join()
+    again = net.forward(np.ones((comm.rank, 1, 32, 32), np.float32))
+    return {"held": held, "same": all(same.values()), "was_split": was_split, "is_split": net.is_split,
+            "shape": list(outputs.shape), "close": bool(np.allclose(outputs, again, rtol=1e-5, atol=1e-6))}
+
+
+def refused(comm, folder):
+    """Images that are not this rank's share cannot be worked on together."""
+    net = network()
+    net.prepare(8 * comm.size, comm, 1, partitions={"fc": Partition(1, comm.size)}, exact=True)
+    try:
+        net.forward_loss(np.zeros((7, 1, 32, 32), np.float32), [0] * 7, global_count=8 * comm.size)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def adjoint(comm, folder):
+    """<F x, y> = <x, F* y> for both pairs of exchanges, for random grids, rows and columns, some of them empty."""
+    random = np.random.default_rng(0)       # the same numbers on all ranks
+    worst = 0.0
+    for grid in grids(comm.size) * 3:
+        group, _ = grid.place(comm.rank)
+        _, model = comm.grid(grid)
+        for _ in range(3):
+            counts = random.integers(0, 4, comm.size)[grid.group(group).start : grid.group(group).stop].tolist()
+            widths = (8 * random.integers(0, 3, grid.model)).tolist()
+            worst = max(worst, gathering(model, counts, int(random.integers(1, 6)), comm),
+                        moving(model, counts, widths, comm))
+    return worst
+
+
+def mismatch(comm, fx, y, x, back):
+    sums = comm.allreduce_sum(np.array([(fx * y).sum(dtype=np.float64), (x * back).sum(dtype=np.float64)]))
+    return float(abs(sums[0] - sums[1]) / (1 + abs(sums[0])))
+
+
+def gathering(model, counts, features, comm):
+    local = np.random.default_rng(comm.rank)
+    own = local.standard_normal((counts[model.rank], features)).astype(np.float32)
+    rows, y = (local.standard_normal((sum(counts), features)).astype(np.float32) for _ in range(2))
+    exchange.gather_rows(model, own, counts, rows)
+    back, kept = np.empty_like(own), y.copy()
+    exchange.add_rows(model, y, counts, back)
+    return mismatch(comm, rows, kept, own, back)
+
+
+def moving(model, counts, widths, comm):
+    local = np.random.default_rng(comm.rank)
+    columns = local.standard_normal((sum(counts), widths[model.rank])).astype(np.float32)
+    y = local.standard_normal((counts[model.rank], sum(widths))).astype(np.float32)
+    own, back, staging = np.empty_like(y), np.empty_like(columns), np.empty(y.size, np.float32)
+    exchange.to_images(model, columns, counts, widths, own, staging)
+    exchange.to_slices(model, y, counts, widths, back, staging)
+    return mismatch(comm, own, y, columns, back)
+
+
+def tree(comm, folder):
+    """The tree over 16 leaves of numbers of very different size: the same bits, however ranks share the leaves."""
+    random = np.random.default_rng(5)
+    values = (random.standard_normal((16, 40)) * 10.0 ** random.integers(-6, 6, (16, 40))).astype(np.float32)
+    sizes = random.integers(0, 2, 16).tolist()
+    from pcldnn.partition import bounds, shard_sizes, share, tree_arrays
+    leaves = [share(16, comm.size, rank) for rank in range(comm.size)]
+    own = leaves[comm.rank]
+    buffers = [np.empty(40, np.float32) for _ in range(tree_arrays(*own))]
+    sums = exchange.sum_leaves(range(*own), sizes, lambda leaf, out: np.copyto(out, values[leaf]), buffers)
+    shards = shard_sizes(40, comm.size, 8)
+    out = np.empty(shards[comm.rank], np.float32)
+    exchange.reduce_tree(comm, sums, leaves, sizes, shards, np.empty(16 * 40, np.float32), out)
+    total = np.empty(40, np.float32)
+    total[slice(*bounds(shards, comm.rank))] = out
+    comm.allgather(total, shards)
+    return total.view(np.uint32).tolist()
+
+
+def frames(comm, folder):
+    """A network without convolutions, more ranks than images, every layer on its own grid."""
+    random = np.random.default_rng(0)
+    data = ArrayDataset(random.standard_normal((41, 19)).astype(np.float32), random.integers(0, 7, 41), 7)
+    net = Network([Linear(19, 33), Sigmoid(), Linear(33, 50), Sigmoid(), Linear(50, 7)], (19,), seed=2)
+    possible = grids(comm.size)
+    partitions = {f"fc{i + 1}": possible[-1 - i % len(possible)] for i in range(3)}
+    trainer = Trainer(net, optimizer(), comm, threads=1, partitions=partitions, exact=16)
+    result = trainer.fit(data, minibatch=23, epochs=2, verbose=False)
+    return {"weights": digest(net), "losses": result.losses}
+
+
+def main(folder, cases):
+    folder = Path(folder)
+    with communicator.create() as comm, comm.abort_on_error():
+        for case in cases:
+            found = globals()[case](comm, folder)
+            (folder / f"{case}-{comm.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
