@@ -18,7 +18,7 @@ LEVELS = [
     ["layers"],
     ["scaling"],
     ["launcher", "faults", "trace", "commthread", "transfer"],
-    ["shared", "grid"],
+    ["shared", "serial", "grid"],
     ["memory"],
     ["plan", "communicator"],
     ["exchange", "schedule"],
