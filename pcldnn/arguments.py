@@ -154,6 +154,11 @@ def _add_training(group, default):
 def _add_running(group):
     group.add_argument("--threads", type=_integer(1), metavar="N", help=(
         "compute threads of each rank (default: the cores the rank may use, shared with the other ranks on its node)"))
+    group.add_argument("--comm-cores", type=_integer(0), metavar="N", help=(
+        "cores of each rank kept for its communication thread, which spins there; with 0 it runs beside compute and sleeps "
+        "while it waits (default: 1 from 8 cores a rank on)"))
+    group.add_argument("--no-overlap", action="store_true",
+                       help="exchange between compute, not beside it (the same result, to see what overlap is worth)")
     group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
         "spread fully connected layers over D groups of M ranks, D times M being all ranks: each group takes a part of "
         "the minibatch, each rank of it a part of the layer's weights. LAYER is a layer's name, fc6, fc7, ... (fc1, ... "
@@ -170,6 +175,10 @@ def _add_running(group):
         "go on from this checkpoint; settings that are not given on the command line are taken from it. It may be the "
         "same file as --checkpoint"))
     group.add_argument("--metrics", metavar="FILE", help="write a JSONL file of losses and accuracies")
+    group.add_argument("--trace", metavar="FILE", help=(
+        "write a timeline of all ranks for ui.perfetto.dev, and print how much communication was hidden behind compute"))
+    group.add_argument("--profile", action="store_true",
+                       help="print time, flop/s, share of peak and bytes/s by layer and pass at the end")
     group.add_argument("--log-interval", type=_integer(1), default=10, metavar="N",
                        help="steps between printed lines (default %(default)s)")
 

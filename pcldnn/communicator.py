@@ -9,25 +9,34 @@ Design notes
 a. A `Communicator` works on its own duplicate of the given mpi4py communicator, so its messages never meet
    those of the program around it.
 b. Every wait is a non-blocking MPI call and `faults.wait`: it does not steal the core of a rank that
-   computes, and signals are handled.
+   computes, and signals are handled. After `start_thread` all messages are the communication thread's
+   business (commthread.py); blocking calls wait for it.
 c. Counts are cut to `max_count` elements a message, far below 2^31-1, where the `int` counts of MPI-3 end.
-d. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
+d. Sums of float arrays are our own (transfer.py), in the order of ranks; the MPI library adds only small ones.
+e. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
 """
 
 import contextlib
 import hashlib
 import os
 import pickle
-import socket
+import time
 
 import numpy as np
 
 from . import launcher
+from .commthread import CommunicationThread, on_thread
 from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
+from .layout import aligned_zeros
+from .serial import SerialCommunicator, as_texts, check_shares, check_small
+from .shared import NoSharedMemory, Shared
+from .transfer import Direct, piece_spans
 
 # 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
 # int.
 MAX_COUNT = 2**28
+PIECE = 2**22  # elements of a float array that travel at a time; bounds the memory for what is received
+_PROBE = 2**20  # elements of the exchange that measures the bandwidth
 _EXCHANGE_TAG = 7
 
 
@@ -106,186 +115,6 @@ def mpi_information():
     }
 
 
-class SerialCommunicator:
-    """One process without MPI; the same interface as `Communicator`.
-
-    Attributes
-    ----------
-    rank, size : int
-    node_rank, node_size : int
-        Index of this rank among those of its node, and their number.
-    nodes : int
-        Number of nodes.
-    node_cores : int
-        Cores that the ranks of this node may use together (union of their affinity masks).
-    ranks_sharing_cores : int
-        Ranks of this node, this one included, that may run on a core on which this one may run.
-    library, thread_level : str
-        The MPI library and its thread support (`single`, `funneled`, `serialized`, `multiple`).
-    note : str
-        Why this process is alone, when it is.
-    """
-
-    rank = 0
-    size = 1
-    node_rank = 0
-    node_size = 1
-    nodes = 1
-    ranks_sharing_cores = 1
-    library = "none"
-    thread_level = "none"
-
-    def __init__(self, note=""):
-        self.note = note
-        self._grids = {}
-        self.node_cores = len(os.sched_getaffinity(0))
-
-    def __repr__(self):
-        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, library={self.library!r})"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        # After an error the other ranks may be elsewhere: freeing is collective and could wait for ever.
-        if error is None:
-            self.close()
-        return False
-
-    def close(self):
-        """Free what the communicator holds; the user's own communicator stays."""
-
-    def reduce_scatter(self, buffer, shares):
-        """Part-reduce: add the buffers of all ranks; each rank gets the sum of its own share, in place.
-
-        Parameters
-        ----------
-        buffer : ndarray, float32 or float64, 1-D, contiguous
-            IN: what this rank adds.  OUT: `buffer[start:stop]` of this rank's share holds the sum over
-            ranks; the rest is undefined (on one rank the buffer stays as it is).
-        shares : sequence of int
-            Elements owned by each rank, in order of rank; may differ and may be 0; the same on every rank.
-        """
-        _check_shares(buffer, shares, self.size)
-
-    def allgather(self, buffer, shares):
-        """Part-broadcast: every rank gives its own share of `buffer` to all others, in place.
-
-        The adjoint of `reduce_scatter`; arguments as there.  OUT: all of `buffer`.
-        """
-        _check_shares(buffer, shares, self.size)
-
-    def exchange(self, sends, receives):
-        """Send arrays to ranks and receive arrays from ranks, all at once.
-
-        Parameters
-        ----------
-        sends, receives : list of list of ndarray, float32 or float64, contiguous
-            One list a rank. What rank r lists for rank s arrives in what s lists for r, array by array: their
-            sizes must be the same on both sides. An array that is empty does not travel.
-        """
-        _check_exchange(sends, receives, self.size)
-        for source, target in zip(sends[self.rank], receives[self.rank], strict=True):
-            target.reshape(-1)[:] = source.reshape(-1)
-
-    def split(self, color):
-        """The communicator of the ranks with the same integer `color`, in their order here; `close` frees it, too."""
-        return SerialCommunicator()
-
-    def grid(self, partition):
-        """The data and the model communicator of this rank in a grid of ranks; made once, kept until `close`.
-
-        Parameters
-        ----------
-        partition : Partition
-            With as many ranks as this communicator.
-
-        Returns
-        -------
-        data : communicator
-            Of the ranks that hold the same part of the weights: gradients are added over them.
-        model : communicator
-            Of the ranks of this rank's group: activations travel between them.
-        """
-        if partition.ranks != self.size:
-            raise ValueError(f"partition: got {partition}, wanted data times model = {self.size}, the number of ranks")
-        if partition not in self._grids:
-            group, member = partition.place(self.rank)
-            alone = SerialCommunicator()
-            data = self if partition.model == 1 else alone if partition.data == 1 else self.split(member)
-            model = self if partition.data == 1 else alone if partition.model == 1 else self.split(group)
-            self._grids[partition] = data, model
-        return self._grids[partition]
-
-    def allreduce_sum(self, array):
-        """Add `array` (a small ndarray of numbers) over the ranks, in place; returns it."""
-        return _check_small(array)
-
-    def broadcast(self, value, root=0):
-        """The `value` (any picklable object) of rank `root`, on every rank."""
-        return value
-
-    def gather(self, value, root=0):
-        """On rank `root` the list of every rank's `value`, elsewhere None."""
-        return [value]
-
-    def allgather_object(self, value):
-        """On every rank the list of every rank's `value`."""
-        return [value]
-
-    def barrier(self):
-        """Wait until every rank is here."""
-
-    def abort(self, code=1):
-        """End the job at once with exit code `code`; may be called by one rank alone."""
-        os._exit(code)
-
-    def agree(self, description):
-        """Check that `description` is the same on every rank.
-
-        Parameters
-        ----------
-        description : dict of str to object
-            Named values whose `repr` tells them apart: numbers, strings, tuples, lists.  Arrays are
-            refused; give a digest.
-
-        Raises
-        ------
-        DisagreementError
-            On every rank, the same: names the item, the values, and the ranks that hold each.
-        """
-        _texts(description)
-
-    def abort_on_error(self):
-        """Context manager: an error in its block, on any rank and in any thread, ends the whole job.
-
-        An exception, a `sys.exit` that not all ranks call, or an exception in another thread is printed
-        once, with the number of the rank, and the job is aborted with a non-zero exit code.  The ranks
-        leave the block together: at its end each waits for the others.  In a job of one process errors
-        propagate as usual; one in another thread is raised in the main thread.
-        """
-        return AbortOnError(None)
-
-    def oversubscription(self, threads, cores=None):
-        """A warning when the ranks of a node run more threads than they have cores; else None.
-
-        The same on every rank.
-
-        Parameters
-        ----------
-        threads : int
-            Compute threads of this rank.
-        cores : int, optional
-            Cores that the job may use on this node, where something else than affinity limits it (a cgroup
-            quota).
-        """
-        limit = self.node_cores if cores is None else min(self.node_cores, cores)
-        own = (socket.gethostname(), self._node, threads, limit, len(os.sched_getaffinity(0)))
-        return launcher.oversubscription_warning(self.allgather_object(own))
-
-    _node = 0
-
-
 class Communicator(SerialCommunicator):
     """Ranks of an MPI job.
 
@@ -319,7 +148,68 @@ class Communicator(SerialCommunicator):
         self.size = comm.size
         self.library = _library(MPI)
         self.thread_level = _thread_level(MPI)
+        self._direct = Direct(MPI, self._comm, self._wait_for)
+        self._bandwidth = None
+        self._shared = None
         self._find_node()
+        self.transport = self._choose_transport()
+
+    def start_thread(self, reserve=0):
+        """See `SerialCommunicator.start_thread`."""
+        if self.size == 1:
+            return super().start_thread(reserve)
+        if self.thread_level != "multiple":
+            return (
+                f"exchanges block: MPI was started with thread level {self.thread_level}, a communication thread needs"
+                " MPI_THREAD_MULTIPLE (mpi4py's default)"
+            )
+        if self.thread is None:
+            self._thread = CommunicationThread(self._reserve(reserve) if reserve else ())
+        if self.thread.cores:
+            return f"a communication thread on core {', '.join(map(str, sorted(self.thread.cores)))}"
+        return "a communication thread on compute's cores"
+
+    def _reserve(self, count):
+        """Leave the last cores to the communication threads of all ranks that share them; this rank's are returned."""
+        cores = sorted(os.sched_getaffinity(0))
+        left = len(cores) - count * self.ranks_sharing_cores
+        if left < 1:
+            raise ValueError(
+                f"reserve: got {count} cores for each of {self.ranks_sharing_cores} ranks, wanted fewer than the"
+                f" {len(cores)} cores on which they compute"
+            )
+        os.sched_setaffinity(0, cores[:left])
+        first = left + count * self._sharing_index
+        return cores[first : first + count]
+
+    def _choose_transport(self):
+        """Shared memory where all ranks can, else messages; returns the choice in words."""
+        if self.size == 1:
+            return "nothing"
+        allowed = os.environ.get("PCLDNN_SHM", "1") != "0"
+        if self.allreduce_sum(np.array([allowed], np.int64))[0] < self.size:
+            return f"messages of {self.library} (PCLDNN_SHM=0)"
+        if self.nodes > 1:
+            return f"messages of {self.library} ({self.nodes} nodes)"
+        try:
+            self._shared = Shared(self._MPI, self._comm, self._wait_for)
+        except NoSharedMemory as error:
+            return f"messages of {self.library} (no shared memory: {error})"
+        return "shared memory"
+
+    @on_thread
+    def allocate(self, count):
+        """In shared memory, if there is any; see `SerialCommunicator.allocate`."""
+        if self._shared is not None:
+            try:
+                return self._shared.allocate(count)
+            except NoSharedMemory as error:
+                self._shared, self.transport = None, f"messages of {self.library} (no more shared memory: {error})"
+        return aligned_zeros(count)
+
+    def _transfer(self, parts):
+        shared = self._shared is not None and all(self._shared.holds(buffer) for buffer, _ in parts)
+        return self._shared if shared else self._direct
 
     def _find_node(self):
         node = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED, self.rank)
@@ -327,7 +217,9 @@ class Communicator(SerialCommunicator):
         self.node_rank = node.rank
         self.node_size = node.size
         self.node_cores = len(set().union(*masks))
-        self.ranks_sharing_cores = sum(not masks[node.rank].isdisjoint(mask) for mask in masks)
+        sharing = [not masks[node.rank].isdisjoint(mask) for mask in masks]
+        self.ranks_sharing_cores = sum(sharing)
+        self._sharing_index = sum(sharing[: node.rank])
         self._node = node.bcast(self.rank)  # a node is known by its first rank
         node.Free()
         self.nodes = int(self.allreduce_sum(np.array([self.node_rank == 0], np.int64))[0])
@@ -336,6 +228,7 @@ class Communicator(SerialCommunicator):
         """Free the duplicates (collective); a second call does nothing."""
         if self._MPI.Is_finalized():
             return
+        self.stop_thread()
         for part in self._parts:
             part.close()
         self._parts, self._grids = [], {}
@@ -343,27 +236,54 @@ class Communicator(SerialCommunicator):
             if comm:
                 comm.Free()
 
+    @on_thread
     def reduce_scatter(self, buffer, shares):
         """Part-reduce over the ranks; see `SerialCommunicator.reduce_scatter`."""
-        _check_shares(buffer, shares, self.size)
+        check_shares(buffer, shares, self.size)
         if self.size == 1:
             return
-        for begin, end, counts in segments(shares, self.max_count):
-            part = buffer[begin:end]
-            self._wait(self._comm.Ireduce_scatter(self._MPI.IN_PLACE, part, counts))
-            # MPI leaves the result at the start of the buffer; its place is our share.
-            own, start = counts[self.rank], sum(counts[: self.rank])
-            if own and start:
-                part[start : start + own] = part[:own]
+        for parts in self._pieces(buffer, shares):
+            self.part_reduce(parts)
 
+    @on_thread
     def allgather(self, buffer, shares):
         """Part-broadcast to the ranks; see `SerialCommunicator.allgather`."""
-        _check_shares(buffer, shares, self.size)
+        check_shares(buffer, shares, self.size)
         if self.size == 1:
             return
-        for begin, end, counts in segments(shares, self.max_count):
-            self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [buffer[begin:end], counts]))
+        for parts in self._pieces(buffer, shares):
+            self.part_broadcast(parts)
 
+    @on_thread
+    def part_reduce(self, parts):
+        """Spans of arrays to their owners; see `SerialCommunicator.part_reduce`."""
+        self._transfer(parts).reduce(parts)
+
+    @on_thread
+    def part_broadcast(self, parts):
+        """Spans of arrays from their owners; see `SerialCommunicator.part_broadcast`."""
+        self._transfer(parts).gather(parts)
+
+    def _pieces(self, buffer, shares):
+        count = -(-buffer.size // min(PIECE, self.max_count))
+        return ([(buffer, piece_spans(shares, index, count))] for index in range(count))
+
+    @on_thread
+    def bandwidth(self):
+        """Measured once; see `SerialCommunicator.bandwidth`."""
+        if self._bandwidth is None and self.size > 1:
+            shares = [_PROBE // self.size] * self.size
+            buffer, times = self.allocate(sum(shares)), []
+            for _ in range(3):
+                self.barrier()
+                start = time.perf_counter()
+                self.allgather(buffer, shares)
+                times.append(time.perf_counter() - start)
+            moved = buffer.nbytes * (self.size - 1) / self.size
+            self._bandwidth = self.broadcast(moved / sorted(times)[1])
+        return self._bandwidth or float("inf")
+
+    @on_thread
     def exchange(self, sends, receives):
         """Arrays between ranks; see `SerialCommunicator.exchange`."""
         super().exchange(sends, receives)
@@ -373,24 +293,29 @@ class Communicator(SerialCommunicator):
                     for piece in _pieces(receives[peer], self.max_count)]  # fmt: skip
         requests += [self._comm.Isend(piece, peer, _EXCHANGE_TAG) for peer in order
                      for piece in _pieces(sends[peer], self.max_count)]  # fmt: skip
-        wait(lambda: self._MPI.Request.Testall(requests))
+        self._wait_for(lambda: self._MPI.Request.Testall(requests))
 
+    @on_thread
     def split(self, color):
         """A communicator of some of the ranks; see `SerialCommunicator.split`. Collective over all."""
         comm = self._comm.Split(color, self.rank)
         try:
-            self._parts.append(Communicator(comm, self.max_count))
+            part = Communicator(comm, self.max_count)
         finally:
             comm.Free()
-        return self._parts[-1]
+        part.parent = self  # one thread for all, and one order of commands
+        self._parts.append(part)
+        return part
 
+    @on_thread
     def allreduce_sum(self, array):
         """Sum over the ranks; see `SerialCommunicator.allreduce_sum`."""
-        _check_small(array)
+        check_small(array)
         if self.size > 1:
             self._wait(self._comm.Iallreduce(self._MPI.IN_PLACE, array))
         return array
 
+    @on_thread
     def broadcast(self, value, root=0):
         """Any object to all; see `SerialCommunicator.broadcast`."""
         if self.size == 1:
@@ -404,6 +329,7 @@ class Communicator(SerialCommunicator):
             self._wait(self._comm.Ibcast(data[begin : begin + self.max_count], root))
         return value if self.rank == root else pickle.loads(data)
 
+    @on_thread
     def gather(self, value, root=0):
         """Any objects to one; see `SerialCommunicator.gather`."""
         values = self.allgather_object(value if self.rank != root else None)
@@ -412,6 +338,7 @@ class Communicator(SerialCommunicator):
         values[root] = value
         return values
 
+    @on_thread
     def allgather_object(self, value):
         """Any objects to all; see `SerialCommunicator.allgather_object`."""
         if self.size == 1:
@@ -427,6 +354,7 @@ class Communicator(SerialCommunicator):
             self._wait(self._comm.Iallgatherv(self._MPI.IN_PLACE, [data[begin:end], part]))
         return [pickle.loads(data[end - count : end]) for end, count in zip(ends, counts)]
 
+    @on_thread
     def barrier(self):
         """Wait until every rank is here."""
         self._wait(self._comm.Ibarrier())
@@ -435,9 +363,10 @@ class Communicator(SerialCommunicator):
         """End the whole job, also the ranks outside this communicator."""
         self._MPI.COMM_WORLD.Abort(code)
 
+    @on_thread
     def agree(self, description):
         """Check equality over the ranks; see `SerialCommunicator.agree`."""
-        texts = _texts(description)
+        texts = as_texts(description)
         digest = hashlib.sha256(repr(sorted(texts.items())).encode()).digest()
         if self._equal_everywhere(digest):
             return
@@ -464,7 +393,13 @@ class Communicator(SerialCommunicator):
         return AbortOnError(self._channel)
 
     def _wait(self, request):
-        wait(request.Test)
+        self._wait_for(request.Test)
+
+    def _wait_for(self, test):
+        if self.thread is not None and self.thread.is_current:
+            self.thread.idle(test)
+        else:
+            wait(test)
 
 
 def segments(shares, limit):
@@ -490,47 +425,6 @@ def _pieces(arrays, limit):
         flat = array.reshape(-1)
         for begin in range(0, flat.size, limit):
             yield flat[begin : begin + limit]
-
-
-def _texts(description):
-    for name, value in description.items():
-        if isinstance(value, np.ndarray):
-            raise ValueError(f"description[{name!r}]: got an array, wanted a digest of it")  # noqa: TRY004
-    return {str(name): repr(value) for name, value in description.items()}
-
-
-def _check_shares(buffer, shares, size):
-    if not isinstance(buffer, np.ndarray) or buffer.ndim != 1 or not buffer.flags.c_contiguous:
-        raise ValueError(f"buffer: got {_shape(buffer)}, wanted a contiguous 1-D array")
-    if buffer.dtype not in (np.float32, np.float64):
-        raise ValueError(f"buffer: got {buffer.dtype}, wanted float32 or float64")
-    if len(shares) != size:
-        raise ValueError(f"shares: got {len(shares)} shares, wanted one for each of the {size} ranks")
-    if min(shares) < 0 or sum(shares) != buffer.size:
-        raise ValueError(
-            f"shares: got {list(shares)} (sum {sum(shares)}), wanted counts >= 0 that sum to {buffer.size}"
-        )
-
-
-def _check_exchange(sends, receives, size):
-    for name, lists in (("sends", sends), ("receives", receives)):
-        if len(lists) != size:
-            raise ValueError(f"{name}: got {len(lists)} lists, wanted one for each of the {size} ranks")
-        wrong = [array for arrays in lists for array in arrays if not array.flags.c_contiguous]
-        if wrong:
-            raise ValueError(f"{name}: got {_shape(wrong[0])}, wanted contiguous arrays")
-
-
-def _check_small(array):
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.kind not in "fiu":
-        raise ValueError(f"array: got {_shape(array)}, wanted a contiguous array of numbers")
-    return array
-
-
-def _shape(value):
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape}, strides {value.strides}, {value.dtype}"
-    return type(value).__name__
 
 
 def _mpi():

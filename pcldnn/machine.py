@@ -17,6 +17,8 @@ from pcldnn._kernels.isa import ISAS, isa
 
 _CPUS = Path("/sys/devices/system/cpu")
 
+CORES_FOR_COMMUNICATION = 8  # cores of a rank from which on one of them is worth more to communication than to compute
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -196,6 +198,25 @@ def threads_per_rank(ranks_sharing_cores: int, requested: int | None = None) -> 
     if ranks_sharing_cores > 1:
         reason += f", shared by {ranks_sharing_cores} ranks"
     return max(cores // ranks_sharing_cores, 1), reason
+
+
+def reserved_cores(threads: int, reason: str, requested: int | None = None) -> tuple[int, str]:
+    """Cores of a rank to keep for its communication thread, which then spins instead of sleeping; and why.
+
+    Parameters
+    ----------
+    threads, reason : int, str
+        What `threads_per_rank` found.
+    requested : int, optional
+        What the user asked for; obeyed.
+    """
+    if requested is not None:
+        return requested, "as requested"
+    if reason in ("as requested", "OMP_NUM_THREADS"):
+        return 0, "the number of threads is given"
+    if threads < CORES_FOR_COMMUNICATION:
+        return 0, f"fewer than {CORES_FOR_COMMUNICATION} cores a rank"
+    return 1, f"{threads} cores a rank"
 
 
 def measure_flops(num_threads: int, seconds: float = 0.1) -> float:

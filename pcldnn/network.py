@@ -22,8 +22,10 @@ from pcldnn.layers import CrossEntropyLoss
 from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
+from pcldnn.overlap import Overlap
 from pcldnn.partition import bounds, shares
 from pcldnn.plan import Plan, name_layers, plan
+from pcldnn.trace import clock
 from pcldnn.units import Placement
 from pcldnn.weights import Weights
 
@@ -62,6 +64,8 @@ class Network:
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
         self._weights = Weights(self._outline)
         self._units: list[Unit] = []
+        self._overlap: Overlap | None = None  # exchanges under way, on several ranks
+        self.trace = None  # a Trace to which calls and waits are added
         self._step: StepContext | None = None  # of the forward pass that backward would belong to
 
     def __repr__(self) -> str:
@@ -99,6 +103,7 @@ class Network:
 
         Of a layer that is split, this rank's part.
         """
+        self.finish()
         if not self._weights.flat:
             self.initialize(self.seed)
         return self._weights.flat
@@ -113,9 +118,10 @@ class Network:
 
     def join(self) -> None:
         """Hold all weights on every rank again; collective. A split network must be prepared anew to train on."""
+        self.finish()
         if self.is_split:
             self._weights.place({})
-            self.prepared, self._units, self._step = None, [], None
+            self.prepared, self._units, self._step, self._overlap = None, [], None, None
 
     def initialize(self, seed: int) -> None:
         """Draw all weights: the same for every rank, SIMD width and number of ranks.
@@ -127,6 +133,7 @@ class Network:
         the first steps of plain SGD kill its units for good with some seeds.) Biases are zero.
         """
         self.seed = _check_seed(seed)
+        self.finish()
         self._weights.draw(self.layers, seed)
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -142,11 +149,14 @@ class Network:
 
         Raises ValueError, before anything is changed, when one is missing, unknown or of the wrong shape or dtype.
         """
+        self.finish()
         self._weights.load(values)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard."""
+        """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard; collective."""
         self._training_plan("gradients")
+        if self._overlap:
+            self._overlap.finish_gradients()
         flat = {unit.name: unit.gradients for unit in self._learning_units()}
         return {name: value for layer in self._weights.logical(flat) for name, value in layer.items()}
 
@@ -185,6 +195,7 @@ class Network:
             self.loss.check(new.output)
         communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
         placements = {layer.name: Placement(layer, communicator) for layer in new.layers if layer.parameters}
+        self.finish()
         self._weights.place(placements)
         if training:
             self._weights.owners = placements
@@ -194,7 +205,7 @@ class Network:
         return new
 
     def _allocate(self, new: Plan) -> None:
-        self._units, self._step = [], None  # gives back what an earlier plan held
+        self._units, self._step, self._overlap = [], None, None  # gives back what an earlier plan held
         arena = self._arena = aligned_zeros(new.arena_size)
         arrays = {
             role: arena[buffer.offset : buffer.offset + buffer.size]
@@ -209,6 +220,8 @@ class Network:
         self._input = array("input", "output", new.input)
         self._output_grad = array("loss", "input_grad", new.output)
         self._losses = np.zeros(new.images)
+        if new.training:
+            self._share()
         for layer in new.layers:
             placement = self._weights.placements.get(layer.name)
             scratch = dict.fromkeys(PASSES) | {
@@ -220,12 +233,24 @@ class Network:
                 output=array(layer.name, "output", layer.output),
                 input_grad=array(layer.name, "input_grad", layer.input),
                 parameters=self.parameters.get(layer.name),
-                gradients=aligned_zeros(placement.part.parameter_size) if layer.weight_grad else None,
+                gradients=placement.data.allocate(placement.part.parameter_size) if layer.weight_grad else None,
                 scratch=scratch,
             )
             self._units.append(
                 placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
             )
+        if new.training and new.ranks > 1:
+            bandwidth = self.communicator.bandwidth() if self.communicator.has_thread else float("inf")
+            placements = self._weights.placements
+            self._overlap = Overlap(new, self._units, placements, self.communicator, bandwidth, self.trace)
+
+    def _share(self) -> None:
+        """Move the weights to memory from which exchanges between ranks are fast; collective."""
+        for name, values in self.parameters.items():
+            data = self._weights.placements[name].data
+            if data.size > 1:
+                self._weights.flat[name] = data.allocate(values.size)
+                self._weights.flat[name][:] = values
 
     # --- passes ---
 
@@ -299,7 +324,10 @@ class Network:
         step = StepContext(True, self.seed, epoch, sample_ids, counts, pieces)
         logits = self._forward(images, step)
         losses, gradient = self._losses[:count], self._output_grad[:count]
+        start = clock()
         self.loss.compute(logits, labels, self.num_classes, 1 / total, losses, gradient, running.threads)
+        if self.trace is not None:
+            self.trace.compute("loss", "loss", start, 2 * gradient.nbytes)
         self._step = step
         self.piece_losses = self._sum_losses(losses, step)
         return float(self.piece_losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
@@ -332,10 +360,11 @@ class Network:
         """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective."""
         step = self._started("backward")
         dy = self._output_grad[: len(step.sample_ids)]
+        if self._overlap:
+            self._overlap.begin_backward()
         for unit in reversed(self._units):
             if unit.plan.weight_grad:
                 self._run(unit, "weight_grad", dy)
-                self._exchange("reduce_scatter", unit)
             if not unit.plan.input_grad:
                 break  # no layer before this one learns
             dy = self._run(unit, "input_grad", dy)
@@ -344,36 +373,69 @@ class Network:
         """Let `optimizer` change the weights. Collective.
 
         Each rank updates the shard it owns and receives the others'. `epoch` (fractional: steps / steps of an epoch)
-        is for the schedule of the learning rate.
+        is for the schedule of the learning rate. Returns before all is done when the communicator has a thread: the
+        next forward pass, or whatever else needs the weights, waits for them (`finish`).
         """
         running = self._training_plan("update")
-        for unit in self._learning_units():
-            own = self._weights.placements[unit.name].own
-            optimizer.update(unit.name, unit.parameters[own], unit.gradients[own], epoch, running.threads)
-            self._exchange("allgather", unit)
+        exchanged = self._overlap.layers if self._overlap else ()
+        units = {unit.name: unit for unit in self._learning_units()}
+
+        def change(name):
+            unit, own = units[name], self._weights.placements[name].own
+            # Beside compute's threads the communication thread is one more, not a team.
+            threads = 1 if name in exchanged and self.communicator.has_thread else running.threads
+            optimizer.update(name, unit.parameters[own], unit.gradients[own], epoch, threads)
+
+        if self._overlap:
+            self._overlap.update(change)
+        for unit in units.values():
+            if unit.name not in exchanged:
+                start = clock()
+                change(unit.name)
+                if self.trace is not None:
+                    self.trace.compute("update", unit.name, start, 5 * unit.gradients.nbytes)
+
+    def start_sum(self, array: np.ndarray):
+        """Begin to add a small array of numbers over the ranks, beside compute. Collective.
+
+        Returns a function that waits for the sum and gives it; whoever calls it before `update` may still refuse
+        the step.
+        """
+        return self._overlap.start_sum(array) if self._overlap else lambda: array
+
+    def finish(self) -> None:
+        """Wait until the last `update` is done on this rank."""
+        if self._overlap:
+            self._overlap.finish()
 
     def _forward(self, images: np.ndarray, step: StepContext) -> np.ndarray:
         """Blocked output for logical images."""
+        start = clock()
         x = block(images, self.prepared.input, self._input[: len(images)], self.prepared.threads)
+        if self.trace is not None:
+            self.trace.compute("block", "input", start, 2 * x.nbytes)
         for unit in self._units:
             x = self._run(unit, "forward", x, step)
         return x
 
     def _run(self, unit: Unit, pass_name: str, *arguments):
-        """Every call of a layer in this file is made here."""
+        """Every call of a layer in this file is made here, between the waits for what it needs and gives."""
+        if self._overlap and unit.plan.parameters:
+            self._overlap.before(pass_name, unit.name)
+        start = clock()
         try:
-            return getattr(unit, pass_name)(*arguments)
+            result = getattr(unit, pass_name)(*arguments)
         except Exception as error:
             error.add_note(f"in {pass_name} of layer {unit.name}, {unit.plan.layer!r}")
             raise
-
-    def _exchange(self, kind: str, unit: Unit) -> None:
-        """Send the message of this kind that the plan has for a layer, if any."""
-        placement = self._weights.placements[unit.name]
-        if kind == "reduce_scatter":
-            placement.reduce(unit)
-        else:
-            placement.broadcast(unit)
+        if self.trace is not None:
+            made, share = getattr(unit.plan, pass_name), len(arguments[0]) / unit.plan.images
+            self.trace.compute(pass_name, unit.name, start, made.bytes * share, made.flop * share)
+        if pass_name == "weight_grad" and self._overlap:
+            self._overlap.gradients_ready(unit.name)
+        elif pass_name == "weight_grad":
+            self._weights.placements[unit.name].reduce(unit)
+        return result
 
     def _learning_units(self) -> list[Unit]:
         return [unit for unit in self._units if unit.plan.weight_grad]
@@ -384,11 +446,13 @@ class Network:
         Yields a layer at a time, so that a rank never holds the whole; all ranks advance together.
         """
         self._check_owners("gather_shards")
+        self.finish()
         yield from self._weights.gather_shards(shards)
 
     def cut_shards(self, logical: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's shards of logical arrays named like the weights: the inverse of `gather_shards`."""
         self._check_owners("cut_shards")
+        self.finish()
         return self._weights.cut_shards(logical)
 
     # --- checks ---
@@ -405,6 +469,7 @@ class Network:
         `is_split`.
         """
         step = self._started("find_nonfinite")
+        self.finish()
         x = self._input[: len(step.sample_ids)]
         found = [] if _finite(x) else ["input"]
         for unit in self._units:

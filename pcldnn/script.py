@@ -8,7 +8,7 @@ from pcldnn.arguments import parse, settings_of
 from pcldnn.communicator import LaunchError, create
 from pcldnn.data import open_dataset, open_synthetic
 from pcldnn.faults import CollectiveError
-from pcldnn.machine import threads_per_rank
+from pcldnn.machine import reserved_cores, threads_per_rank
 from pcldnn.train import Trainer
 
 
@@ -52,20 +52,35 @@ def _train(job, args, communicator):
     spread = {"partitions": args.partition, "exact": args.exact}
     plan = together(communicator, lambda: network.plan(args.minibatch, communicator.size, **spread))
     threads, reason = threads_per_rank(communicator.ranks_sharing_cores, args.threads)
+    reserve, why = reserved_cores(threads, reason, args.comm_cores)
+    if reason != "as requested":
+        threads = max(threads - reserve, 1)
+    exchange = together(communicator, lambda: start_exchange(communicator, args, reserve, why))
     warning = communicator.oversubscription(threads)
     if communicator.rank == 0:
         print(banner(communicator, threads, reason), flush=True)
+        if exchange:
+            print(exchange, flush=True)
         print(describe(job, args, network, train, validation), flush=True)
         print(describe_spread(plan), flush=True)
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    trainer = Trainer(network, optimizer, communicator, threads, **spread)
+    trainer = Trainer(network, optimizer, communicator, threads, overlap=not args.no_overlap, **spread)
     with stop_signals(trainer):
         result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
                              checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
+                              trace=args.trace, profile=args.profile,
                              log_interval=args.log_interval, digest_interval=args.digest_interval,
                              settings=settings_of(args), threads=args.data_threads, skip_damaged=args.skip_damaged)
     return 1 if result.checkpoint_error else 0
+
+
+def start_exchange(communicator, args, reserve, why):
+    """Start the communication thread; returns how ranks exchange, in words, None where there is one rank."""
+    if communicator.size == 1:
+        return None
+    beside = "no overlap (--no-overlap)" if args.no_overlap else communicator.start_thread(reserve)
+    return f"exchange: {communicator.transport}; {beside}; {_count(reserve, 'core')} reserved ({why})"
 
 
 def together(communicator, function):

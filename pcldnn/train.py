@@ -33,6 +33,7 @@ from pcldnn.communicator import create
 from pcldnn.data import Loader, check_class_map
 from pcldnn.digest import layer_digests, total_digest
 from pcldnn.faults import CollectiveError
+from pcldnn.recording import Recording
 from pcldnn.report import Report
 
 
@@ -129,17 +130,19 @@ class Trainer:
         calls. Default: all ranks of the MPI job, or this process where there is no MPI.
     threads : int, optional
         Compute threads of this rank. Default: the cores that this rank may use, shared with the ranks beside it.
+    overlap : bool
+        Exchange beside compute, on a communication thread (`Communicator.start_thread`). Changes no bit of the result.
     partitions : dict of str to Partition, optional
         How fully connected layers are spread over ranks; default: as the plan chooses. See `plan.plan`.
     exact : bool or int
         Exact mode: weights and losses do not depend, to the last bit, on ranks, threads and partitions.
     """
 
-    def __init__(self, network, optimizer, communicator=None, threads=None, *, partitions=None, exact=False):
+    def __init__(self, network, optimizer, communicator=None, threads=None, *, overlap=True, partitions=None, exact=False):
         self.network, self.optimizer = network, optimizer
         self.partitions, self.exact = partitions, exact
         self.communicator = create() if communicator is None else communicator
-        self.threads = threads
+        self.threads, self.overlap = threads, overlap
         self._stop_reason = None
 
     def request_stop(self, reason="requested"):
@@ -147,7 +150,8 @@ class Trainer:
         self._stop_reason = reason
 
     def fit(self, train, validation=None, *, minibatch, epochs=1, steps=None, checkpoint=None, resume=None,
-            metrics=None, log_interval=10, digest_interval=None, verbose=True, progress_bar=None, callback=None,
+            metrics=None, trace=None, profile=False, log_interval=10, digest_interval=None, verbose=True,
+            progress_bar=None, callback=None,
             settings=None,
             **loader_options):
         """Train; collective.
@@ -170,6 +174,10 @@ class Trainer:
             JSONL file, written by rank 0: a line per step (keys step, epoch, loss, images_per_s) and per evaluation
             (keys epoch, top1, top5, count; top1 and top5 as shares of count). Steps and epochs count from 1. A
             resumed run goes on in the same file.
+        trace : path, optional
+            A timeline of all ranks for a trace viewer (Chrome, Perfetto), and a summary of the communication.
+        profile : bool
+            Print time, flop/s and bytes/s by layer and pass at the end.
         log_interval : int
             Steps between printed lines.
         digest_interval : int, optional
@@ -201,12 +209,13 @@ class Trainer:
                             interval=log_interval)
             with report:
                 try:
-                    run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
-                               settings or {}, loader_options)
-                    run.digest_interval = digest_interval or (log_interval if self.exact else 0)
-                    result = run.execute(resume)
-                    self.network.join()     # so that what a rank asks of it later does not depend on the others
-                    return result
+                    with Recording(self.network, self.communicator, trace, profile, report) as recording:
+                        run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
+                                   recording, settings or {}, loader_options)
+                        run.digest_interval = digest_interval or (log_interval if self.exact else 0)
+                        result = run.execute(resume)
+                        self.network.join()     # so that what a rank asks of it later does not depend on the others
+                        return result
                 except Exception as error:
                     if not getattr(error, "raised_on_all_ranks", False):
                         raise
@@ -256,8 +265,8 @@ def rank_of_label(logits, labels):
 class _Run:
     """One call of `Trainer.fit`: its position, and what happens at each step and epoch."""
 
-    def __init__(self, trainer, train, validation, minibatch, epochs, steps, checkpoint, callback, report, settings,
-                 loader_options):
+    def __init__(self, trainer, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
+                 recording, settings, loader_options):
         for name, value, least in (("minibatch", minibatch, 1), ("epochs", epochs, 0), ("steps", steps or 0, 0)):
             if int(value) != value or value < least:
                 raise ValueError(f"{name} = {value!r}, wanted an integer of at least {least}")
@@ -265,7 +274,7 @@ class _Run:
             raise ValueError("the training data set has no sample")
         self.trainer, self.network, self.optimizer = trainer, trainer.network, trainer.optimizer
         self.communicator = trainer.communicator
-        self.train, self.validation, self.report = train, validation, report
+        self.train, self.validation, self.report, self.recording = train, validation, report, recording
         self.minibatch, self.checkpoint, self.callback = minibatch, checkpoint, callback
         self.settings, self.loader_options = settings, loader_options
         self.epochs, self.steps_per_epoch = epochs, -(-len(train) // minibatch)
@@ -278,6 +287,8 @@ class _Run:
     def execute(self, resume):
         start = time.perf_counter()
         self._agree()
+        if self.trainer.overlap:
+            self.communicator.start_thread()
         plan = self.network.prepare(self.minibatch, self.communicator, self.trainer.threads,
                                     partitions=self.trainer.partitions, exact=self.trainer.exact)
         if resume is not None:
@@ -290,7 +301,8 @@ class _Run:
             epoch, step_in_epoch = divmod(self.step, self.steps_per_epoch)
             clock = time.perf_counter()
             for batch in loader.batches(epoch, step_in_epoch, steps=self.last_step - self.step):
-                stop = self._step(batch, clock)
+                with self.recording.step(clock):
+                    stop = self._step(batch, clock)
                 images, busy = images + batch.global_count, busy + time.perf_counter() - clock
                 last = self.step == self.last_step or stop
                 if last or self.step % self.steps_per_epoch == 0:
@@ -300,11 +312,13 @@ class _Run:
                 clock = time.perf_counter()
         if self.step == first_step:     # nothing left to do: still say how good it is
             self._between_epochs(max(self.step - 1, 0) // self.steps_per_epoch, evaluate=True, write=False)
+        self.network.finish()
         result = self.result
         result.step, result.epoch = self.step, self.step // self.steps_per_epoch
         result.images_per_s = images / busy if busy else 0.0
         result.seconds = time.perf_counter() - start
         self.report.finish(result)
+        self.recording.finish()
         return result
 
     def _agree(self):
@@ -328,6 +342,7 @@ class _Run:
         if self.communicator.rank == 0:
             try:
                 self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
+                self.recording.open()
                 if self.checkpoint is not None:
                     check_writable(self.checkpoint)
                     remove_leftovers(self.checkpoint)
@@ -341,10 +356,11 @@ class _Run:
         """One step; returns whether the ranks have agreed to stop after it."""
         loss_sum, _ = self.network.forward_loss(batch.images, batch.labels, batch.sample_ids, batch.epoch,
                                                 batch.global_count)
-        self.network.backward()
         wants_stop = self.trainer._stop_reason is not None
-        *losses, diverged, stop = self.communicator.allreduce_sum(
+        control = self.network.start_sum(
             np.array([*self.network.piece_losses, not math.isfinite(loss_sum), wants_stop], np.float64))
+        self.network.backward()
+        *losses, diverged, stop = control()
         loss = float(sum(losses)) / batch.global_count
         if diverged:
             self._diverged(loss, not math.isfinite(loss_sum))

@@ -90,11 +90,6 @@ class Placement:
         elif self.data.size > 1:
             self.data.reduce_scatter(unit.gradients, self.shards)
 
-    def broadcast(self, unit: Unit) -> None:
-        """Part-broadcast of weights: each rank gets the shards of its part that others own."""
-        if self.data.size > 1:
-            self.data.allgather(unit.parameters, self.shards)
-
     def unit(self, memory: Memory, threads: int) -> Unit:
         """The layer at run time. `memory` has what `grid.grid_arrays` lists in its scratch, by role."""
         kind = ExactUnit if self.layer.pieces else Unit

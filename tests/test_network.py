@@ -320,12 +320,11 @@ def test_one_weight_and_three_samples(target):
     assert sum(parts) == 1.0
 
 
-class Peers:
+class Peers(SerialCommunicator):
     """A communicator of one rank among several whose peers hold the same numbers."""
 
-    ranks_sharing_cores = 1
-
     def __init__(self, rank, size):
+        super().__init__()
         self.rank, self.size, self.calls = rank, size, []
 
     def agree(self, description):
@@ -335,11 +334,16 @@ class Peers:
         assert partition.model == 1
         return self, SerialCommunicator()
 
-    def reduce_scatter(self, buffer, sizes):
-        self.calls.append(("reduce_scatter", buffer.size, sizes))
+    def part_reduce(self, parts):
+        self.calls += [("reduce_scatter", *sizes(part)) for part in parts]
 
-    def allgather(self, buffer, sizes):
-        self.calls.append(("allgather", buffer.size, sizes))
+    def part_broadcast(self, parts):
+        self.calls += [("allgather", *sizes(part)) for part in parts]
+
+
+def sizes(part):
+    buffer, spans = part
+    return buffer.size, tuple(stop - start for start, stop in spans)
 
 
 @pytest.mark.parametrize("rank", [0, 2, 6])

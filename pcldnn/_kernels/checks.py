@@ -181,6 +181,14 @@ def sgd_update(weight, grad, momentum_buffer, num_threads):
     threads(num_threads)
 
 
+def sum_arrays(arrays, out, num_threads):
+    if not arrays:
+        raise ValueError("arrays is empty, wanted at least one array")
+    for i, array in enumerate(arrays):
+        shape(f"arrays[{i}]", array, out)
+    threads(num_threads)
+
+
 def blocked(plain, blocks, num_threads, names):
     """NCHW against blocked: `names` are those of the plain and of the blocked array."""
     n, c, h, w = plain

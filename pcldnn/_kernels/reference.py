@@ -22,6 +22,7 @@ from pcldnn._kernels.reference_elementwise import (  # noqa: F401  (one import s
     sigmoid_forward,
     sigmoid_input_grad,
     softmax_cross_entropy,
+    sum_arrays,
     tanh_forward,
     tanh_input_grad,
 )

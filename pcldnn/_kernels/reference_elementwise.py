@@ -114,3 +114,12 @@ def sgd_update(weight, grad, momentum_buffer, lr, momentum, weight_decay, num_th
     momentum_buffer *= dtype(momentum)
     momentum_buffer += grad + dtype(weight_decay) * weight
     weight -= dtype(lr) * momentum_buffer
+
+
+def sum_arrays(arrays, out, num_threads=1):
+    """out = arrays[0] + arrays[1] + ..., in this order; `out` may be one of them."""
+    checks.sum_arrays([array.shape for array in arrays], out.shape, num_threads)
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
+    out[...] = total

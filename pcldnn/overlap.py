@@ -1,0 +1,162 @@
+"""The exchanges of a training step, beside its compute: executes a `Schedule` for a Network.
+
+Network tells how far its step is; here the commands are submitted, and waited for where compute needs what they bring.
+Without a communication thread a command runs at once, so the schedule, and every bit of the result, is the same.
+"""
+
+from __future__ import annotations
+
+from pcldnn.schedule import schedule
+from pcldnn.trace import WAIT, clock
+from pcldnn.transfer import piece_spans
+
+
+class Overlap:
+    """State of one prepared network's exchanges.
+
+    Parameters
+    ----------
+    plan : Plan
+    units : list of Unit
+    placements : dict of str to Placement
+        Of the layers that learn.
+    communicator : Communicator
+    bandwidth : float
+        See `schedule.schedule`.
+    trace : Trace, optional
+        Gets an event for each command and each wait.
+    """
+
+    def __init__(self, plan, units, placements, communicator, bandwidth=float("inf"), trace=None):
+        self.schedule = schedule(plan, bandwidth)
+        self.trace = trace
+        self._communicator = communicator
+        self._units = {unit.name: unit for unit in units}
+        self._placements = placements
+        self._exact = bool(plan.pieces)
+        self._gradients = {}  # layer -> the last Request that needs its gradients
+        self._weights = {}  # layer -> the last Request that brings its weights
+        self._held = set()  # bundles of gradients not submitted yet
+
+    @property
+    def layers(self):
+        """Names of the layers whose weights are exchanged."""
+        return {name for stage in self.schedule.update for name in stage.layers}
+
+    def begin_backward(self):
+        """A new backward pass begins."""
+        held = () if self._exact else self.schedule.update
+        self._held = {bundle for stage in held for bundle in stage.gradients}
+
+    def gradients_ready(self, layer):
+        """The weight gradient of a layer is there: submit what the schedule has for this point."""
+        if self._exact:
+            self._reduce_exactly(layer)
+            return
+        for bundle in self.schedule.backward.get(layer, ()):
+            self._reduce(bundle)
+
+    def update(self, change):
+        """Submit the update of all layers: `change(layer)` updates the shard that this rank owns."""
+        for stage in self.schedule.update:
+            for bundle in stage.gradients:
+                self._reduce_held(bundle)
+            for layer in stage.layers:
+                self._weights[layer] = self._start("update", (layer,), (0,), False, change, layer)
+            for bundle in stage.weights:
+                request = self._start_parts("allgather", bundle, "part_broadcast")
+                self._weights.update((part.layer, request) for part in bundle)
+                self._gradients.update((part.layer, request) for part in bundle)
+
+    def start_sum(self, array):
+        """Begin to add a small array over the ranks; returns a function that waits for it and gives it."""
+        function = self._communicator.allreduce_sum
+        request = self._start("allreduce", ("control",), (array.nbytes,), True, function, array)
+        return lambda: self._wait(request, "control")
+
+    def before(self, pass_name, layer):
+        """Wait for what a pass of a layer needs: its weights, or that nobody reads its last gradients any more."""
+        if pass_name == "weight_grad":
+            self.wait_gradients(layer)
+        else:
+            self.wait_weights(layer)
+
+    def wait_gradients(self, layer):
+        """Wait until this layer's last gradients are exchanged."""
+        self._wait(self._gradients.pop(layer, None), layer)
+
+    def wait_weights(self, layer):
+        """Wait until this layer's weights are updated and here."""
+        self._wait(self._weights.pop(layer, None), layer)
+
+    def finish_gradients(self):
+        """Complete the gradients of the shards that this rank owns; collective between backward and update."""
+        for stage in self.schedule.update:
+            for bundle in stage.gradients:
+                self._reduce_held(bundle)
+        for layer in list(self._gradients):
+            self.wait_gradients(layer)
+
+    def finish(self):
+        """Wait until all weights are there."""
+        for layer in list(self._weights):
+            self.wait_weights(layer)
+
+    def _reduce_held(self, bundle):
+        if bundle in self._held:
+            self._held.remove(bundle)
+            self._reduce(bundle)
+
+    def _reduce(self, bundle):
+        request = self._start_parts("reduce_scatter", bundle, "part_reduce")
+        self._gradients.update((part.layer, request) for part in bundle)
+
+    def _reduce_exactly(self, layer):
+        """Sums in tree order, at once: the partial sums lie in memory that the next pass needs."""
+        unit, placement = self._units[layer], self._placements[layer]
+        size = unit.gradients.nbytes
+        self._wait(self._start("reduce_scatter", (layer,), (size,), True, placement.reduce, unit), layer)
+
+    def _start_parts(self, kind, bundle, method):
+        array = "gradients" if kind == "reduce_scatter" else "parameters"
+        exchanges = {}  # by the communicator of the layers: those of unlike Partition have unlike ones
+        for part in bundle:
+            placement = self._placements[part.layer]
+            spans = piece_spans(placement.shards, part.index, part.count)
+            exchanges.setdefault(placement.data, []).append((getattr(self._units[part.layer], array), spans))
+
+        def run():
+            for data, parts in exchanges.items():
+                getattr(data, method)(parts)
+
+        layers, sizes = tuple(part.layer for part in bundle), tuple(part.bytes for part in bundle)
+        return self._start(kind, layers, sizes, True, run)
+
+    def _start(self, kind, layers, sizes, together, function, *arguments):
+        """Submit a command that leaves an event in the trace."""
+
+        def command():
+            start = clock()
+            result = function(*arguments)
+            if self.trace is not None:
+                self.trace.communicate(kind, layers, start, sizes, together)
+            return result
+
+        start = clock()
+        request = self._communicator.start(f"{kind} of {', '.join(layers)}", command)
+        if request.done and not self._communicator.has_thread:
+            self._waited(layers[0], start)
+        return request
+
+    def _wait(self, request, layer):
+        if request is None:
+            return None
+        ready, start = request.done, clock()
+        result = request.wait()  # raises what the command raised
+        if not ready:
+            self._waited(layer, start)
+        return result
+
+    def _waited(self, layer, start):
+        if self.trace is not None:
+            self.trace.compute(WAIT, layer, start)

@@ -1,0 +1,131 @@
+"""Which part of which exchange is submitted at which point of a step: a pure value of the Plan, equal on all ranks.
+
+The communication thread executes commands in the order in which they come, so this order is all there is to decide:
+
+(a) A layer's gradients start to travel right after its weight gradient, behind which the rest of backward hides them.
+(b) Large arrays go in pieces of `PIECE`. When the network is slower than compute, pieces of a large layer at the end
+    of the network (FC6) are held back, so that those of an early layer, which the next forward pass needs first, are
+    not stuck behind them: at each point no more is submitted than the network is expected to carry until the next.
+(c) In the update, from the first layer to the last: what was held back of a layer's gradients, the update of its
+    shard, its new weights. The next forward pass runs meanwhile, and waits for a layer only where it comes to it.
+(d) Small layers that follow each other are fused into one exchange of at least `FUSE`: latency is paid once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pcldnn.plan import Plan
+
+PIECE = 4 << 20  # [byte] of a whole array
+FUSE = 256 << 10  # [byte]
+FLOP_A_LANE = 12e9  # [flop/s] two multiply-adds a cycle at 3 GHz: what a core is taken for if it was not measured
+
+
+@dataclass(frozen=True)
+class Part:
+    """Piece `index` of `count` of each rank's share of a layer's array."""
+
+    layer: str
+    index: int
+    count: int
+    bytes: int
+
+
+Bundle = tuple[Part, ...]  # parts that travel in one exchange
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the update: gradients that were held back, update of the layers' shards, their weights."""
+
+    gradients: tuple[Bundle, ...]
+    layers: tuple[str, ...]
+    weights: tuple[Bundle, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the exchanges of a step are submitted."""
+
+    backward: dict[str, tuple[Bundle, ...]]  # reduce-scatters, after the weight gradient of the layer
+    update: tuple[Stage, ...]
+
+
+def schedule(plan: Plan, bandwidth: float = float("inf")) -> Schedule:
+    """The schedule of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+    bandwidth : float
+        What the network carries from and to each rank [byte/s]; the same on all ranks. inf: nothing is held back.
+    """
+    parts = {}
+    for message in plan.messages:
+        if message.kind == "reduce_scatter":
+            count = max(1, -(-message.bytes // PIECE))
+            parts[message.layer] = [Part(message.layer, i, count, message.bytes // count) for i in range(count)]
+    learning = [layer for layer in plan.layers if layer.name in parts]
+    backward, held = _hold_back(_gradients(learning, parts), plan, bandwidth)
+    return Schedule(backward, tuple(_update(learning, parts, held)))
+
+
+def _gradients(learning, parts) -> dict[str, list[Bundle]]:
+    """The exchanges of gradients that can begin after each layer's weight gradient; small layers fused."""
+    found, small = {}, []
+    for layer in reversed(learning):
+        own = parts[layer.name]
+        small += own if len(own) == 1 else []
+        full = sum(part.bytes for part in small) >= FUSE or len(own) > 1 or layer is learning[0]
+        found[layer.name] = [tuple(small)] if small and full else []
+        found[layer.name] += [(part,) for part in own] if len(own) > 1 else []
+        small = [] if full else small
+    return found
+
+
+def _hold_back(found, plan: Plan, bandwidth: float):
+    """What is submitted after each weight gradient, and what is left in the end."""
+    rate = plan.threads * (plan.machine.flops or FLOP_A_LANE * plan.machine.width)
+    work = _work_behind(plan, found)
+    submitted, waiting, credit = {}, [], 0.0
+    for name, bundles in found.items():
+        waiting = [*bundles, *waiting]  # this layer's first: it comes before the others in the next forward pass
+        # Time that the network idles is lost; time for which it has too much is carried over.
+        credit = min(credit, 0.0) + (work[name] / rate * bandwidth if bandwidth < float("inf") else bandwidth)
+        now = submitted[name] = []
+        while waiting and (credit > 0 or not now):
+            now.append(waiting.pop(0))
+            credit -= sum(part.bytes for part in now[-1])
+    return {name: tuple(bundles) for name, bundles in submitted.items()}, waiting
+
+
+def _work_behind(plan: Plan, found) -> dict[str, int]:
+    """Work of this rank [flop] from each layer's weight gradient up to the next one's, and to the end of backward."""
+    work, current = {}, None
+    for layer in reversed(plan.layers):
+        if current is not None and layer.weight_grad:
+            work[current] += layer.weight_grad.flop
+        if layer.name in found:
+            current = layer.name
+            work[current] = 0
+        if current is not None and layer.input_grad:
+            work[current] += layer.input_grad.flop
+    return work
+
+
+def _update(learning, parts, held):
+    """Stages from the first layer to the last; small layers share one."""
+    names = [layer.name for layer in learning]
+    group, held = [], list(held)
+    for i, name in enumerate(names):
+        group.append(name)
+        size = sum(part.bytes for each in group for part in parts[each])
+        if size < FUSE and i + 1 < len(names) and len(parts[names[i + 1]]) == 1:
+            continue
+        gradients = [bundle for bundle in held if any(part.layer in group for part in bundle)]
+        held = [bundle for bundle in held if bundle not in gradients]
+        whole = len(group) > 1
+        weights = [tuple(parts[each][0] for each in group)] if whole else [(part,) for part in parts[name]]
+        yield Stage(tuple(gradients), tuple(group), tuple(weights))
+        group = []

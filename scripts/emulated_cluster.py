@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Run a command on two ranks that see each other as two hosts, over a link of a given speed.
+
+Two network namespaces are joined by a pair of virtual interfaces (veth), each with a token bucket of `--rate` on what
+it sends. Rank 0 runs in one, rank 1 in the other, and MPI must use TCP between them. Nothing outside these namespaces
+is touched, and they are removed at the end, whatever happens.
+
+    sudo python scripts/emulated_cluster.py python scripts/train_vgg.py --steps 10 --trace trace.json
+
+Needs Linux, root, iproute2 (ip, tc) and the MPICH that comes from PyPI (pip install mpich). At the end the bytes that
+went over the link are printed, as the interfaces counted them.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# The launcher starts this once for each rank, in the namespace of the launcher, with the rank in the environment.
+ENTER = """#!/bin/sh
+case "$PMI_RANK" in
+  0) exec ip netns exec {first} "$@" ;;
+  *) exec ip netns exec {second} "$@" ;;
+esac
+"""
+ADDRESSES = ("10.219.77.1", "10.219.77.2")
+DEVICE = "pcldnn0"  # in both namespaces
+
+
+def run(*command, check=True):
+    return subprocess.run(command, check=check, capture_output=True, text=True).stdout
+
+
+def missing():
+    """What keeps this machine from emulating a cluster, or None."""
+    if sys.platform != "linux":
+        return "Linux is needed: network namespaces are a feature of its kernel"
+    if os.geteuid() != 0:
+        return "root is needed, to make network namespaces: run it with sudo"
+    lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if lacking:
+        return f"{' and '.join(lacking)} not found: install iproute2"
+    return None
+
+
+@contextlib.contextmanager
+def link(rate, burst):
+    """Two namespaces joined by a link of `rate`; yields their names. Removes them in the end."""
+    names = [f"pcldnn{os.getpid()}{side}" for side in "ab"]
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        first, second = names
+        run("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+        for name, address in zip(names, ADDRESSES):
+            inside = ("ip", "-n", name)
+            run(*inside, "address", "add", f"{address}/24", "dev", DEVICE)
+            run(*inside, "link", "set", "lo", "up")
+            run(*inside, "link", "set", DEVICE, "up")
+            run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate,
+                "burst", burst, "latency", "50ms")  # fmt: skip
+        yield names
+    finally:
+        for name in names:  # takes its interface along
+            run("ip", "netns", "del", name, check=False)
+
+
+def sent(name):
+    """Bytes that a side has sent."""
+    return int(run("ip", "netns", "exec", name, "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"))
+
+
+def launch(names, command, timeout):
+    """Run `command` on a rank in each namespace; returns the exit code."""
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    with tempfile.TemporaryDirectory() as folder:
+        enter = Path(folder) / "enter"
+        enter.write_text(ENTER.format(first=names[0], second=names[1]))
+        enter.chmod(0o755)
+        environment = {
+            **os.environ, "MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": DEVICE,
+        }  # fmt: skip
+        process = subprocess.Popen([mpirun, "-n", "2", str(enter), *command], env=environment, start_new_session=True)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(f"error: not done after {timeout} s", file=sys.stderr)
+            return 1
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # The ranks are not of the launcher's group.
+            for name in names:
+                for process_id in run("ip", "netns", "pids", name, check=False).split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(process_id), signal.SIGKILL)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of the link, each way, as tc takes it (default %(default)s)")
+    parser.add_argument("--burst", default="128kb", help="of the token bucket, as tc takes it (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600, metavar="S", help="[s] (default %(default)s)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each of the two ranks runs")
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("a command is needed")
+    problem = missing()
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the link is removed then, too
+    with link(args.rate, args.burst) as names:
+        print(f"two hosts, {args.rate} between them", flush=True)
+        code = launch(names, args.command, args.timeout)
+        first, second = map(sent, names)
+        print(f"on the wire: {first / 1e6:,.2f} MB from rank 0, {second / 1e6:,.2f} MB from rank 1 (headers included)")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Trainings with and without the communication thread, for tests/test_overlap.py; prints one digest a case."""
+
+import hashlib
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+from pcldnn import SGD, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, communicator, schedule
+from pcldnn.partition import Partition
+
+
+def network():
+    """Small layers at first, one that goes in pieces at the end."""
+    return Network([Conv2d(1, 6, 3), ReLU(), MaxPool2d(2), Conv2d(6, 11, 3), ReLU(), MaxPool2d(2), Flatten(),
+                    Linear(11 * 25, 500), ReLU(), Dropout(0.5), Linear(500, 10)], (1, 28, 28), seed=3)  # fmt: skip
+
+
+def train(comm, bandwidth, steps=4, **options):
+    """Digest of weights and momentum after some steps on made-up images, each rank with its share."""
+    comm.bandwidth = lambda: bandwidth
+    net, optimizer = network(), SGD(0.05, momentum=0.9)
+    partitions = {name: Partition(data=comm.size) for name in ("classifier.0", "classifier.3")}
+    net.prepare(4 * comm.size, comm, threads=1, **{"partitions": partitions, **options})
+    random = np.random.default_rng(comm.rank)
+    for step in range(steps):
+        images = random.standard_normal((4, 1, 28, 28), np.float32)
+        net.forward_loss(images, random.integers(0, 10, 4), epoch=step, global_count=4 * comm.size)
+        net.backward()
+        net.update(optimizer)
+    held = sum(len(stage.gradients) for stage in net._overlap.schedule.update)
+    arrays = {**net.state_dict(), **optimizer.state_dict(net)}
+    digest = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
+    assert len(set(comm.allgather_object(digest))) == 1, "ranks hold different weights"
+    return digest, held
+
+
+def grids(comm):
+    """Hybrid layers on a grid, and exact mode, with and without the thread."""
+    schedule.PIECE, schedule.FUSE = 64 << 10, 4 << 10
+    data = comm.size // 2 or 1
+    options = [{"partitions": {"classifier.0": Partition(data, comm.size // data)}}, {"exact": 4},
+               {"partitions": {"classifier.0": Partition(1, comm.size)}, "exact": 4}]  # fmt: skip
+    rates = float("inf"), 1e5
+    blocking = [train(comm, float("inf"), **option)[0] for option in options]
+    comm.start_thread()
+    for option, wanted in zip(options, blocking):
+        got = [train(comm, rate, **option)[0] for rate in rates]
+        assert got == [wanted] * 2, option
+    assert blocking[1] == blocking[2], "exact mode depends on the partition"
+    if comm.rank == 0:
+        print("same bits on grids")
+
+
+def unclosed(comm):
+    """A17: the program ends with exchanges under way and nobody closes anything."""
+    comm.start_thread()
+    for _ in range(20):
+        comm.start_allgather(np.zeros(100_000 * comm.size, np.float32), [100_000] * comm.size)
+    print("end of the program")
+
+
+def main(comm):
+    schedule.PIECE = 64 << 10
+    schedule.FUSE = 4 << 10
+    blocking, _ = train(comm, float("inf"))
+    said = comm.start_thread()
+    overlapped, none = train(comm, float("inf"))
+    slow, held = train(comm, 1e5)
+    assert not none and held, (none, held)
+    users = comm._comm.Dup()  # another communicator, used by the program around from its own thread
+    request = users.Iallreduce(MPI.IN_PLACE, np.ones(3))
+    with_user, _ = train(comm, 1e5)
+    request.Wait()
+    users.Free()
+    if comm.rank == 0:
+        assert blocking == overlapped == slow == with_user, "the schedule changed the result"
+        print(f"same bits on {comm.size} ranks with {said}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["unclosed"]:
+        unclosed(communicator.create())
+        sys.exit()
+    with communicator.create() as comm, comm.abort_on_error():
+        globals()[sys.argv[1] if len(sys.argv) > 1 else "main"](comm)

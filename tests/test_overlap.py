@@ -1,0 +1,189 @@
+"""The communication thread, the schedule of exchanges, and that neither changes a bit of what is learnt."""
+
+import itertools
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcldnn import models, schedule
+from pcldnn.commthread import CommunicationThread
+from pcldnn.layers import Linear, Sigmoid
+from pcldnn.partition import Partition
+from pcldnn.plan import plan
+
+# --- the thread ---------------------------------------------------------------------------------------------------
+
+
+def test_commands_run_in_order_on_one_other_thread():
+    thread, ran = CommunicationThread(), []
+    requests = [thread.submit(f"command {i}", lambda i=i: ran.append((i, threading.current_thread().name)) or i)
+                for i in range(20)]  # fmt: skip
+    assert [request.wait() for request in requests] == list(range(20))
+    assert ran == [(i, "communication") for i in range(20)]
+    thread.close()
+    thread.close()  # a second time: nothing
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.submit("late", print)
+
+
+def test_an_error_reaches_who_waits_and_stops_what_is_behind():
+    thread, ran = CommunicationThread(), []
+    gate = threading.Event()
+    first = thread.submit("first", gate.wait)
+    bad = thread.submit("reduce_scatter of fc6", lambda: 1 / 0)
+    behind = thread.submit("behind", ran.append, 1)
+    assert not first.done
+    gate.set()
+    for request in (bad, behind):
+        with pytest.raises(ZeroDivisionError) as error:
+            request.wait()
+        assert "reduce_scatter of fc6" in error.value.__notes__[0]
+    assert not ran
+    with pytest.raises(ZeroDivisionError):
+        thread.close()
+
+
+def test_an_awaited_error_is_known_and_does_not_stop_the_others():
+    thread = CommunicationThread()
+    with pytest.raises(ZeroDivisionError):
+        thread.submit("agree", lambda: 1 / 0, awaited=True).wait()
+    assert thread.submit("next", lambda: 5).wait() == 5
+    thread.close()
+
+
+def test_waiting_leaves_the_core_to_compute():
+    thread = CommunicationThread()
+    end = time.monotonic() + 0.5
+    before = time.process_time()
+    thread.submit("a long wait", thread.idle, lambda: time.monotonic() > end).wait()
+    assert time.process_time() - before < 0.2
+    thread.close()
+
+
+# --- the schedule ---------------------------------------------------------------------------------------------------
+
+
+def bundles(made):
+    backward = [bundle for found in made.backward.values() for bundle in found]
+    return backward, [bundle for stage in made.update for bundle in stage.gradients]
+
+
+def check(planned, made):
+    """Everything travels once; a layer's gradients not before they are there; weights from the first layer on."""
+    exchanged = {message.layer for message in planned.messages if message.kind == "reduce_scatter"}
+    learning = [layer.name for layer in planned.layers if layer.name in exchanged]
+    backward, held = bundles(made)
+    parts = [part for bundle in (*backward, *held) for part in bundle]
+    wanted = {(name, i) for part in parts for name, i in [(part.layer, i) for i in range(part.count)]}
+    assert len(parts) == len(set(parts))
+    assert {(part.layer, part.index) for part in parts} == wanted
+    assert {part.layer for part in parts} == set(learning)
+    ready = set()
+    for layer in reversed(learning):
+        ready.add(layer)
+        assert {part.layer for bundle in made.backward[layer] for part in bundle} <= ready
+    assert [name for stage in made.update for name in stage.layers] == learning
+    done = {part.layer for bundle in backward for part in bundle} - {p.layer for bundle in held for p in bundle}
+    for stage in made.update:
+        done |= {part.layer for bundle in stage.gradients for part in bundle if part.index == part.count - 1}
+        assert set(stage.layers) <= done
+        assert {part.layer for bundle in stage.weights for part in bundle} == set(stage.layers)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=8), st.integers(2, 9), st.floats(1e3, 1e12))
+@settings(max_examples=60, deadline=None)
+def test_any_schedule_is_complete_and_in_order(widths, ranks, bandwidth):
+    layers = [part for pair in itertools.pairwise(widths) for part in (Linear(*pair), Sigmoid())]
+    planned = plan(layers, (widths[0],), 64, ranks)
+    for rate in (bandwidth, float("inf")):
+        made = schedule.schedule(planned, rate)
+        check(planned, made)
+        assert made == schedule.schedule(planned, rate)
+    assert not bundles(made)[1]
+
+
+def test_large_layers_at_the_end_do_not_block_the_first():
+    """VGG-A over 1 Gbit/s: most of FC6 (411 MB) is held back, and all convolutions' gradients travel in backward."""
+    planned = plan(models.vgg_a().layers, (3, 224, 224), 32, 8, partitions={"fc": Partition(8)})
+    made = schedule.schedule(planned, 125e6)
+    check(planned, made)
+    held = [part for bundle in bundles(made)[1] for part in bundle]
+    assert {part.layer.split(".")[0] for part in held} == {"classifier"}
+    assert sum(part.bytes for part in held) > 200e6
+    weights = [part.layer for stage in made.update for bundle in stage.weights for part in bundle]
+    assert weights[0] == "features.0"
+
+
+def test_small_layers_share_an_exchange():
+    planned = plan([Linear(10, 10)] * 5, (10,), 8, 2, partitions={"fc": Partition(2)})
+    made = schedule.schedule(planned)
+    assert [len(bundle) for bundle in bundles(made)[0]] == [5]
+    assert [len(bundle) for stage in made.update for bundle in stage.weights] == [5]
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_overlap_changes_no_bit(run_mpi, ranks):
+    result = run_mpi(ranks, "tests/mpi/overlap_cases.py", timeout=120)
+    assert f"same bits on {ranks} ranks with a communication thread" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_overlap_changes_no_bit_on_grids_and_in_exact_mode(run_mpi, ranks):
+    assert run_mpi(ranks, ["tests/mpi/overlap_cases.py", "grids"], timeout=180).stdout == "same bits on grids\n"
+
+
+def test_a_program_that_closes_nothing_ends(run_mpi):
+    result = run_mpi(3, ["tests/mpi/overlap_cases.py", "unclosed"])
+    assert result.stdout.count("end of the program") == 3
+
+
+def test_without_thread_support_exchanges_block(run_mpi):
+    code = """
+import mpi4py; mpi4py.rc.thread_level = "serialized"
+from pcldnn import communicator
+with communicator.create() as comm:
+    said = comm.start_thread()
+    assert not comm.has_thread
+    print(said)
+"""
+    said = run_mpi(2, ["tests/mpi/run_code.py", code]).stdout
+    assert said.count("MPI was started with thread level serialized") == 2
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+PHASES = ("forward", "weight_grad", "input_grad", "update", "reduce_scatter", "allgather")
+FAULTS = "tests/mpi/overlap_faults.py"
+
+
+@pytest.mark.parametrize(("shared", "phase"), [("1", phase) for phase in PHASES] + [("0", "reduce_scatter")])
+def test_an_error_at_any_phase_ends_the_job(run_mpi, shared, phase):
+    result = run_mpi(2, [FAULTS, "raise", phase], timeout=90, env={"PCLDNN_SHM": shared}, check=False)
+    assert result.returncode != 0, result.output
+    assert "reached the end" not in result.stdout, result.output
+    assert result.stderr.count("Traceback (most recent call last)") == 1, result.output
+    assert "pcldnn: rank 1 of 2" in result.stderr, result.output
+    assert "ValueError: boom" in result.stderr, result.output
+    if phase in ("update", "reduce_scatter", "allgather"):
+        assert f"in {phase} of" in result.stderr, result.output
+        assert "thread 'communication'" in result.stderr, result.output
+
+
+@pytest.mark.parametrize("phase", ["weight_grad", "allgather"])
+def test_a_killed_rank_ends_the_job(run_mpi, phase):
+    result = run_mpi(2, [FAULTS, "kill", phase], timeout=90, check=False)
+    assert result.returncode != 0, result.output
+    assert "reached the end" not in result.stdout, result.output
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_stalled_rank_is_waited_for(run_mpi, shared):
+    result = run_mpi(3, [FAULTS, "stall", ",".join(PHASES)], timeout=90, env={"PCLDNN_SHM": shared})
+    assert result.stdout.count("reached the end") == 3, result.output
+    assert result.stdout.count("fails at") == len(PHASES), result.output

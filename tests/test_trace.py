@@ -1,0 +1,79 @@
+"""Timelines: valid JSON however a run ends (A28), what they hold, and what is concluded from them."""
+
+import json
+
+import pytest
+
+from pcldnn import trace
+from pcldnn.trace import COMMUNICATION, COMPUTE, WAIT, Event, RankTrace, Trace
+
+
+def load(path):
+    with open(path, encoding="utf-8") as file:
+        content = json.load(file)
+    events = content["traceEvents"]
+    for event in events:
+        assert event["ph"] in "MX"
+        assert {"name", "pid", "tid"} <= set(event)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert "layer" in event["args"]
+            assert "bytes" in event["args"]
+    return content, [event for event in events if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_timeline_of_a_run(run_mpi, tmp_path, ranks):
+    path = tmp_path / "trace.json"
+    result = run_mpi(ranks, ["tests/mpi/traced_runs.py", "trained", path])
+    content, events = load(path)
+    assert "note" not in content["otherData"]
+    assert {event["pid"] for event in events} == set(range(ranks))
+    forward = [event for event in events if event["cat"] == "forward" and event["args"]["layer"] == "classifier.0"]
+    assert len(forward) == 3 * ranks
+    assert "profile of 3 steps" in result.stdout
+    assert "outside kernels" in result.stdout
+    if ranks > 1:
+        sent = [event for event in events if event["cat"] == "reduce_scatter"]
+        assert all(event["tid"] == 1 for event in sent)
+        total = sum(event["args"]["bytes"] for event in sent if event["pid"] == 0)
+        assert total == 3 * 4 * (64 * 304 + 304 + 304 * 8 + 8)  # whole SIMD vectors of 8
+        assert "the others waited most for rank" in result.stdout
+        assert "classifier.0" in result.stdout
+
+
+@pytest.mark.parametrize(("case", "note"), [("no_steps", None), ("failed", "boom"), ("diverged", "TrainingDiverged")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_timeline_is_valid_however_the_run_ends(run_mpi, tmp_path, ranks, case, note):
+    path = tmp_path / "trace.json"
+    result = run_mpi(ranks, ["tests/mpi/traced_runs.py", case, path], check=False)
+    content, events = load(path)
+    assert (result.returncode == 0) == (note is None), result.output
+    assert note is None or note in content["otherData"]["note"]
+    assert bool(events) == (case != "no_steps")
+
+
+def test_memory_is_bounded():
+    recorded = Trace(limit=10)
+    for _ in range(25):
+        recorded.compute("forward", "a", trace.clock(), 8, 4)
+    assert len(recorded.events) == 10
+    assert recorded.dropped == 15
+    assert recorded.totals["forward", "a"][0::2] == [25, 200]
+
+
+def test_hidden_and_exposed_communication():
+    """Rank 1 comes 1 s late to an exchange of 4 s, of which compute of both ranks waits for the last second."""
+    ranks = []
+    for rank, start in enumerate([10.0, 11.0]):
+        sent = Event(COMMUNICATION, "reduce_scatter", ("a", "b"), start, 15.0, (300, 100), 0, 0)
+        waited = Event(COMPUTE, WAIT, ("a",), 14.0, 15.5)
+        ranks.append(RankTrace(rank, "host", [sent, waited], 0, 0.0))
+    layers, late = trace.traffic(ranks)
+    assert layers["a"] == pytest.approx((300, 3.0, 0.75))
+    assert layers["b"] == pytest.approx((100, 1.0, 0.25))
+    assert late == {1: pytest.approx(1.0)}
+    lines = trace.summary(ranks, ["b", "a"], 1)
+    assert lines[2].split() == ["b", "0.00", "1,000.00", "75", "%", "250.00", "ms"]
+    assert "rank 1: 1,000.00 ms" in lines[-1]
