@@ -84,8 +84,8 @@ def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
                 "--lr-schedule", "poly", "--seed", "3", "--steps", "2", "--checkpoint", checkpoint,
                 "--metrics", tmp_path / "m.jsonl"])
     done = run_mpi(2, [script, "--resume", checkpoint, "--checkpoint", checkpoint, "--metrics", tmp_path / "m.jsonl"])
-    for setting in ("minibatch 20, epochs 2, PolynomialDecay(lr=0.05", "epochs=2", "seed 3"):
-        assert setting in done.stdout
+    for text in ("minibatch 20, epochs 2, PolynomialDecay(lr=0.05", "epochs=2,", "seed 3"):
+        assert text in done.stdout, done.output
     lines = metrics(tmp_path / "m.jsonl")
     assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5, 6]
     assert [(line["epoch"], line["count"]) for line in lines if "top1" in line][-1] == (2, 9)
@@ -158,7 +158,7 @@ def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path):
 
 
 def test_examples(run_mpi):
-    assert "2 of 3 ranks trained" in run_mpi(3, "docs/examples/user_mpi_program.py").stdout
+    assert "2 of 3 ranks trained" in run_mpi(3, "docs/examples/user_mpi_program.py", timeout=120).stdout
     command = [sys.executable, "docs/examples/lone_layer.py"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert "(8, 20, 16, 16)" in done.stdout
@@ -203,24 +203,3 @@ def test_together_names_the_rank_only_when_ranks_differ():
     with pytest.raises(UsageError, match="rank 1: broken"):
         together(TwoRanks("broken"), lambda: 3)
     assert together(TwoRanks(None), lambda: 3) == 3
-
-
-def test_exact_matrix_has_one_hash(run_mpi):
-    """The small network on 1 and 2 ranks, 1 and 2 threads, data and model parallel."""
-    done = subprocess.run([sys.executable, "scripts/exact_matrix.py", "--network", "dnn", "--ranks", "2"], timeout=300,
-                          capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ONE HASH" in done.stdout and "cost on one rank" in done.stdout and "1x2" in done.stdout
-
-
-def test_partition_of_a_script(run_mpi, tmp_path):
-    """By the papers' names of layers; what cannot be is told in one line."""
-    done = run_mpi(2, [VGG, *SMALL, "--steps", "1", "--partition", "fc6=1x2,fc7=2x1", "--checkpoint",
-                       tmp_path / "c.safetensors"], timeout=120)
-    assert "data x model: classifier.0 1x2" in done.stdout, done.output
-    weights, _ = load(tmp_path / "c.safetensors")
-    assert weights["classifier.0.weight"].shape == (4096, 512) and "momentum.classifier.0.weight" in weights
-    wrong = run_mpi(2, [VGG, *SMALL, "--steps", "1", "--partition", "fc6=3x1"], check=False)
-    assert wrong.returncode == 1 and "wanted data times model = 2" in wrong.stderr and "Traceback" not in wrong.stderr
-    wrong = run_mpi(2, [VGG, "--partition", "fc6"], check=False)
-    assert wrong.returncode == 2 and "LAYER=DxM" in wrong.stderr
