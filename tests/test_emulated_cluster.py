@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY, mpirun_command
+from mpi_launch import REPOSITORY, mpirun_command
 
 SCRIPT = REPOSITORY / "scripts" / "emulated_cluster.py"
 SPEC = importlib.util.spec_from_file_location("emulated_cluster", SCRIPT)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import LAYERS
-from conftest import running_on
+from on_target import running_on
 
 from pcldnn.layers import (
     AvgPool2d,

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from conftest import running_on
+from on_target import running_on
 
 import pcldnn.network
 from pcldnn import SGD, Network, _kernels
