@@ -7,7 +7,7 @@ import itertools
 
 
 def layer_digests(network, optimizer) -> dict[str, str]:
-    """SHA-256, hexadecimal, of each layer's weights and momentum in logical order; collective, the same on all ranks."""
+    """SHA-256, hexadecimal, of each layer's weights and momentum in logical order; collective, on all ranks."""
     hashes = {}
     for values in itertools.chain(network.state_by_layer(), optimizer.state_by_layer(network)):
         for name, value in values.items():

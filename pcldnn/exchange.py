@@ -125,8 +125,11 @@ def reduce_tree(communicator, sums: Sums, leaves, sizes, shares, arrivals: np.nd
                 values[node] = arrivals[used : used + out.size]
                 receives[peer].append(values[node])
                 used += out.size
-    sends = [[array[slice(*bounds(shares, peer))] for _, array in sums if array is not None and peer != communicator.rank]
-             for peer in range(communicator.size)]  # fmt: skip
+    sends = [
+        [array[slice(*bounds(shares, peer))] for _, array in sums if array is not None]
+        for peer in range(communicator.size)
+    ]
+    sends[communicator.rank] = []  # already in `values`
     communicator.exchange(sends, receives)
     total = _total(values, 0, len(sizes))
     out[...] = 0 if total is None else total

@@ -66,9 +66,13 @@ def resolve_partitions(named, partitions: dict | None, ranks: int) -> dict[str, 
             raise ValueError(f"partitions: got {key!r}, wanted the name of a layer ({', '.join(splittable)}) or "
                              f"{', '.join(nicknames)}")  # fmt: skip
         if partition.ranks != ranks:
-            raise ValueError(f"partitions: got {partition} for {key}, wanted data times model = {ranks}, the number of ranks")
+            raise ValueError(
+                f"partitions: got {partition} for {key}, wanted data times model = {ranks}, the number of ranks"
+            )
         if partition.model > 1 and not set(names) <= set(splittable):
-            raise ValueError(f"partitions: got {partition} for {key}, wanted {ranks}x1: only fully connected layers are split")
+            raise ValueError(
+                f"partitions: got {partition} for {key}, wanted {ranks}x1: only fully connected layers are split"
+            )
         resolved |= dict.fromkeys(names, partition)
     return resolved
 

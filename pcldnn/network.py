@@ -330,7 +330,8 @@ class Network:
             self.trace.compute("loss", "loss", start, 2 * gradient.nbytes)
         self._step = step
         self.piece_losses = self._sum_losses(losses, step)
-        return float(self.piece_losses.sum()), logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+        scores = logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+        return float(self.piece_losses.sum()), scores
 
     def _image_counts(self, count: int, total: int) -> tuple[int, ...]:
         """Images of each rank in a step of `total`. Where ranks work on each other's images, the rule must hold."""
@@ -340,8 +341,8 @@ class Network:
         if (self.is_split or running.pieces) and count != wanted:
             raise ValueError(
                 f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
-                f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are exact "
-                "(partitions={'fc': Partition(ranks, 1)} splits none)"
+                f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are "
+                "exact (partitions={'fc': Partition(ranks, 1)} splits none)"
             )
         return counts
 

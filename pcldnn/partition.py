@@ -117,5 +117,5 @@ def subtrees(start: int, stop: int) -> tuple[tuple[int, int], ...]:
 
 
 def tree_arrays(start: int, stop: int) -> int:
-    """Most partial sums that are held at a time when leaves start..stop-1 are computed and added one after the other."""
+    """Most partial sums held at a time when leaves start..stop-1 are computed and added one after the other."""
     return max((len(subtrees(start, leaf)) for leaf in range(start, stop)), default=0) + (stop > start)
