@@ -42,9 +42,10 @@ class Job:
 
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
 SETTINGS = ("data", "synthetic", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
-            "lr_schedule", "lr_every", "lr_factor", "lr_power", "momentum", "weight_decay", "dropout", "seed", "exact")
-_EVERYWHERE = {"synthetic": False, "exact": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1,
-               "lr_power": 1.0}
+            "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
+            "seed", "exact")
+_EVERYWHERE = {"synthetic": False, "exact": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0,
+               "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
 
 _EXAMPLES = """\
 examples:
@@ -140,6 +141,8 @@ def _add_training(group, default):
     group.add_argument("--lr-every", type=_real(0.0), metavar="EPOCHS", help=f"for step {default('lr_every')}")
     group.add_argument("--lr-factor", type=_real(0.0), metavar="X", help=f"for step {default('lr_factor')}")
     group.add_argument("--lr-power", type=_real(0.0), metavar="X", help=f"for poly {default('lr_power')}")
+    group.add_argument("--lr-warmup", type=_real(0.0), metavar="EPOCHS", help=(
+        f"rise linearly from a tenth of the learning rate within so many epochs {default('lr_warmup')}"))
     group.add_argument("--momentum", type=_real(0.0), metavar="X", help=f"of SGD, 0 to below 1 {default('momentum')}")
     group.add_argument("--weight-decay", type=_real(0.0), metavar="X",
                        help=f"of weights and biases alike {default('weight_decay')}")

@@ -7,7 +7,7 @@ the shard of each layer that it owns, and momentum exists only there (owner-comp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import floor
 
 import numpy as np
@@ -18,16 +18,28 @@ from pcldnn.layout import aligned_zeros
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning rate that depends on how far training is: `epoch` is fractional, steps / steps of an epoch."""
+    """A learning rate that depends on how far training is: `epoch` is fractional, steps / steps of an epoch.
+
+    With `warmup` it rises linearly from a tenth to the whole within so many epochs: the gradients of the first steps
+    are large and all alike, and a plain deep network does not survive big steps along them.
+    """
 
     lr: float
+    warmup: float = field(default=0.0, kw_only=True)
 
     def __call__(self, epoch: float) -> float:
+        """Learning rate at `epoch`."""
+        warmth = 1.0 if epoch >= self.warmup else 0.1 + 0.9 * epoch / self.warmup
+        return warmth * self.decayed(epoch)
+
+    def decayed(self, epoch: float) -> float:
+        """The rate without the warm-up."""
         raise NotImplementedError
 
     def __post_init__(self):
-        if self.lr < 0:
-            raise ValueError(f"lr: got {self.lr}, wanted at least 0")
+        for name in ("lr", "warmup"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 0")
 
     def description(self) -> dict:
         """For a checkpoint: numbers and strings only; `schedule_from_description` is the inverse."""
@@ -38,7 +50,7 @@ class Schedule:
 class Constant(Schedule):
     """Always `lr`."""
 
-    def __call__(self, epoch):
+    def decayed(self, epoch):
         return self.lr
 
 
@@ -54,7 +66,7 @@ class StepDecay(Schedule):
         if self.every <= 0:
             raise ValueError(f"StepDecay every: got {self.every}, wanted more than 0 epochs")
 
-    def __call__(self, epoch):
+    def decayed(self, epoch):
         return self.lr * self.factor ** floor(epoch / self.every)
 
 
@@ -70,7 +82,7 @@ class PolynomialDecay(Schedule):
         if self.epochs <= 0:
             raise ValueError(f"PolynomialDecay epochs: got {self.epochs}, wanted more than 0")
 
-    def __call__(self, epoch):
+    def decayed(self, epoch):
         return self.lr * max(0.0, 1 - epoch / self.epochs) ** self.power
 
 

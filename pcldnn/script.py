@@ -116,10 +116,10 @@ def open_data(job, args):
 def schedule(args):
     """The learning rate that the flags describe."""
     if args.lr_schedule == "step":
-        return optim.StepDecay(args.lr, args.lr_every, args.lr_factor)
+        return optim.StepDecay(args.lr, args.lr_every, args.lr_factor, warmup=args.lr_warmup)
     if args.lr_schedule == "poly":
-        return optim.PolynomialDecay(args.lr, max(args.epochs, 1), args.lr_power)
-    return optim.Constant(args.lr)
+        return optim.PolynomialDecay(args.lr, max(args.epochs, 1), args.lr_power, warmup=args.lr_warmup)
+    return optim.Constant(args.lr, warmup=args.lr_warmup)
 
 
 def banner(communicator, threads, reason):

@@ -50,8 +50,8 @@ class Convolution(NamedTuple):
         return tuple((size + 2 * padding - kernel) // stride + 1 for size, kernel, stride, padding in parts)
 
 
-# Every convolution of the two networks, one or two images; where the whole image would take long, fewer rows
-# of the full width. (conv8 of VGG-A has the shape of conv7.)
+# Every convolution of the two networks, one or two images; where the whole layer would take long, fewer rows of
+# the full width and, of thousands of filters, a part. (conv8 of VGG-A has the shape of conv7.)
 NETWORK_CONVOLUTIONS = [
     Convolution("vgg_a-conv1", 1, 3, (9, 224), 64, (3, 3), padding=(1, 1)),
     Convolution("vgg_a-conv2", 1, 64, (6, 112), 128, (3, 3), padding=(1, 1)),
@@ -63,8 +63,8 @@ NETWORK_CONVOLUTIONS = [
     Convolution("overfeat_fast-conv1", 1, 3, (23, 231), 96, (11, 11), (4, 4)),
     Convolution("overfeat_fast-conv2", 1, 96, (9, 28), 256, (5, 5)),
     Convolution("overfeat_fast-conv3", 1, 256, (6, 12), 512, (3, 3), padding=(1, 1)),
-    Convolution("overfeat_fast-conv4", 1, 512, (4, 12), 1024, (3, 3), padding=(1, 1)),
-    Convolution("overfeat_fast-conv5", 1, 1024, (3, 12), 1024, (3, 3), padding=(1, 1)),
+    Convolution("overfeat_fast-conv4-part", 1, 512, (4, 12), 256, (3, 3), padding=(1, 1)),
+    Convolution("overfeat_fast-conv5-part", 1, 1024, (3, 12), 128, (3, 3), padding=(1, 1)),
 ]
 
 # Awkward ones: narrow and wide, odd counts, filters 1 to 11, strides 1 to 4, padding up to and beyond the
@@ -107,17 +107,16 @@ class FullyConnected(NamedTuple):
     outputs: int
 
 
-# The layers of the networks with all their features, but few samples.
+# The layers of the networks with all their features, but few samples and, of thousands of outputs, a part.
 LINEARS = [
-    FullyConnected("vgg_a-fc6-part", 3, 25088, 256),
-    FullyConnected("vgg_a-fc7", 2, 4096, 4096),
+    FullyConnected("vgg_a-fc6-part", 3, 25088, 64),
+    FullyConnected("vgg_a-fc7-part", 2, 4096, 256),
     FullyConnected("vgg_a-fc8", 5, 4096, 1000),
-    FullyConnected("overfeat_fast-fc6-part", 2, 36864, 128),
-    FullyConnected("overfeat_fast-fc7", 4, 3072, 4096),
-    FullyConnected("overfeat_fast-fc8", 3, 4096, 1000),
+    FullyConnected("overfeat_fast-fc6-part", 2, 36864, 64),
+    FullyConnected("overfeat_fast-fc7-part", 4, 3072, 256),
     FullyConnected("cd_dnn-first", 64, 429, 2048),
-    FullyConnected("cd_dnn-hidden", 17, 2048, 2048),
-    FullyConnected("cd_dnn-last", 9, 2048, 9304),
+    FullyConnected("cd_dnn-hidden-part", 130, 2048, 256),
+    FullyConnected("cd_dnn-last-part", 9, 2048, 1163),
     FullyConnected("one", 1, 1, 1),
     FullyConnected("one-output", 33, 57, 1),
     FullyConnected("one-feature", 5, 1, 19),

@@ -39,7 +39,7 @@ class MPIRun(NamedTuple):
 
 @pytest.fixture(scope="session")
 def run_mpi():
-    """`run_mpi(ranks, script_or_args, timeout=60, env=None, check=True)` -> MPIRun.
+    """`run_mpi(ranks, script_or_args, timeout=180, env=None, check=True)` -> MPIRun.
 
     Runs a Python file (a path relative to the repository, or a list of it and its arguments) on `ranks`
     ranks, under the mpirun that belongs to this Python's mpi4py.  After `timeout` seconds [s] every process
@@ -50,7 +50,7 @@ def run_mpi():
     return _run_mpi
 
 
-def _run_mpi(ranks, script_or_args, timeout=60, env=None, check=True):
+def _run_mpi(ranks, script_or_args, timeout=180, env=None, check=True):
     arguments = [script_or_args] if isinstance(script_or_args, str | os.PathLike) else list(script_or_args)
     arguments[0] = REPOSITORY / arguments[0]
     command = [*mpirun_command(), "-n", str(ranks), sys.executable, *map(str, arguments)]

@@ -51,6 +51,9 @@ def test_schedules():
         assert schedule_from_description(json.loads(json.dumps(schedule.description()))) == schedule
         assert SGD(schedule).lr(3.0) == schedule(3.0)
     assert SGD(0.1).schedule == Constant(0.1)
+    warm = PolynomialDecay(2.0, 10, warmup=2.0)
+    assert [warm(e) for e in (0, 1, 2, 5)] == pytest.approx([0.2, 2.0 * 0.55 * 0.9, 1.6, 1.0])
+    assert schedule_from_description(json.loads(json.dumps(warm.description()))) == warm
     assert json.dumps(SGD(0.1, 0.9).description())
 
 

@@ -30,7 +30,7 @@ def main():
         network = Network([Linear(2, 64), ReLU(), Linear(64, 64), ReLU(), Dropout(0.1), Linear(64, 3)], (2,), seed=7)
         with Communicator(mine) as communicator:
             trainer = Trainer(network, SGD(lr=0.1, momentum=0.9), communicator)
-            result = trainer.fit(rings(900, seed=1), rings(300, seed=2), minibatch=30, epochs=20, verbose=False)
+            result = trainer.fit(rings(600, seed=1), rings(300, seed=2), minibatch=30, epochs=8, verbose=False)
         answer = result.evaluation.top1
     else:
         answer = mine.allreduce(world.rank)     # your own MPI calls go on

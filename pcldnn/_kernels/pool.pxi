@@ -8,10 +8,10 @@
 #    written by one thread in row order, so the sums do not depend on the number of threads.
 # d. The maximum's place is found again from x instead of being stored: x is there anyway, and an index array
 #    would cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
-# e. Windows of 2x2 and 3x3 have their sizes compiled in (the window functions are always inlined); others run
-#    the same code with sizes known at run time.
-# f. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand; 2x2
-#    windows that do not overlap (stride 2, the common case) write over the zeros instead of adding to them.
+# e. Windows of 2x2 (apart) and 3x3 (overlapping) have their sizes compiled in (the window functions are always
+#    inlined); others run the same code with sizes known at run time.
+# f. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand. Windows that
+#    do not overlap are written, not added; where they tile the rows, only the rest of the rows is cleared.
 
 from libc.math cimport NAN
 
@@ -153,17 +153,27 @@ cdef void average_row(Pool pool, const float* x, float* y, Py_ssize_t p) noexcep
         store(y + (p * pool.q + q) * b, total / broadcast(area_of(pool, p, q)))
 
 
-cdef inline Py_ssize_t clear_rows(Pool pool, float* dx, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Zeros in rows start..stop-1 of a plane; returns the first row that is not cleared yet."""
-    if stop > start:
-        memset(dx + start * pool.w * b, 0, (stop - start) * pool.w * b * sizeof(float))
-        return stop
-    return start
+cdef inline bint windows_overlap(Pool pool) noexcept nogil:
+    """Whether a pixel may be in two windows."""
+    return pool.kh > pool.sh or pool.kw > pool.sw
 
 
-cdef inline bint windows_apart(Pool pool) noexcept nogil:
-    """Whether no pixel is in two windows."""
-    return pool.kh <= pool.sh and pool.kw <= pool.sw
+cdef inline Py_ssize_t clear_before(Pool pool, float* dx, Py_ssize_t row, Py_ssize_t p) noexcept nogil:
+    """Zeros in the rows from `row` on to the end of the windows p, but for pixels that these overwrite anyway.
+
+    Returns the first row that is not cleared.
+    """
+    cdef Window last = window_of(pool, p, pool.q - 1)
+    cdef Py_ssize_t column = last.w1 if pool.kh == pool.sh and pool.kw == pool.sw else 0
+    while row < last.h1:
+        memset(dx + (row * pool.w + column) * b, 0, (pool.w - column) * b * sizeof(float))
+        row += 1
+    return row
+
+
+cdef inline void clear_rest(Pool pool, float* dx, Py_ssize_t row) noexcept nogil:
+    """Zeros from `row` to the end of the plane."""
+    memset(dx + row * pool.w * b, 0, (pool.h - row) * pool.w * b * sizeof(float))
 
 
 cdef void max_plane_grad(Pool pool, const float* x, const float* dy, float* dx) noexcept nogil:
@@ -171,21 +181,23 @@ cdef void max_plane_grad(Pool pool, const float* x, const float* dy, float* dx) 
     cdef Py_ssize_t p, q, first, height, width, row = pool.w * b, cleared = 0
     cdef Window window
     cdef vec grad
-    cdef bint apart = windows_apart(pool)
+    cdef bint add = windows_overlap(pool)
     for p in range(pool.p):
-        cleared = clear_rows(pool, dx, cleared, window_of(pool, p, 0).h1)
+        cleared = clear_before(pool, dx, cleared, p)
         for q in range(pool.q):
             window = window_of(pool, p, q)
             first = window.h0 * row + window.w0 * b
             height, width = window.h1 - window.h0, window.w1 - window.w0
             grad = load(dy + (p * pool.q + q) * b)
-            if height == 2 and width == 2 and apart:
-                window_max_grad(x + first, dx + first, grad, row, 2, 2, False)
-            elif height == 3 and width == 3:
+            if add and height == 3 and width == 3:
                 window_max_grad(x + first, dx + first, grad, row, 3, 3, True)
-            else:
+            elif add:
                 window_max_grad(x + first, dx + first, grad, row, height, width, True)
-    clear_rows(pool, dx, cleared, pool.h)
+            elif height == 2 and width == 2:
+                window_max_grad(x + first, dx + first, grad, row, 2, 2, False)
+            else:
+                window_max_grad(x + first, dx + first, grad, row, height, width, False)
+    clear_rest(pool, dx, cleared)
 
 
 cdef void average_plane_grad(Pool pool, const float* dy, float* dx) noexcept nogil:
@@ -193,21 +205,23 @@ cdef void average_plane_grad(Pool pool, const float* dy, float* dx) noexcept nog
     cdef Py_ssize_t p, q, first, height, width, row = pool.w * b, cleared = 0
     cdef Window window
     cdef vec share
-    cdef bint apart = windows_apart(pool)
+    cdef bint add = windows_overlap(pool)
     for p in range(pool.p):
-        cleared = clear_rows(pool, dx, cleared, window_of(pool, p, 0).h1)
+        cleared = clear_before(pool, dx, cleared, p)
         for q in range(pool.q):
             window = window_of(pool, p, q)
             first = window.h0 * row + window.w0 * b
             height, width = window.h1 - window.h0, window.w1 - window.w0
             share = load(dy + (p * pool.q + q) * b) / broadcast(area_of(pool, p, q))
-            if height == 2 and width == 2 and apart:
-                window_fill(dx + first, share, row, 2, 2, False)
-            elif height == 3 and width == 3:
+            if add and height == 3 and width == 3:
                 window_fill(dx + first, share, row, 3, 3, True)
-            else:
+            elif add:
                 window_fill(dx + first, share, row, height, width, True)
-    clear_rows(pool, dx, cleared, pool.h)
+            elif height == 2 and width == 2:
+                window_fill(dx + first, share, row, 2, 2, False)
+            else:
+                window_fill(dx + first, share, row, height, width, False)
+    clear_rest(pool, dx, cleared)
 
 
 def max_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, W, b)
