@@ -27,7 +27,6 @@ import numpy as np
 from . import launcher
 from .commthread import CommunicationThread, on_thread
 from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
-from .layout import aligned_zeros
 from .serial import SerialCommunicator, as_texts, check_shares, check_small
 from .shared import NoSharedMemory, Shared
 from .transfer import Direct, piece_spans
@@ -205,6 +204,8 @@ class Communicator(SerialCommunicator):
                 return self._shared.allocate(count)
             except NoSharedMemory as error:
                 self._shared, self.transport = None, f"messages of {self.library} (no more shared memory: {error})"
+        from .layout import aligned_zeros  # loads the kernels: see `guard_imports`
+
         return aligned_zeros(count)
 
     def _transfer(self, parts):

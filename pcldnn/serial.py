@@ -8,7 +8,6 @@ import numpy as np
 from . import launcher
 from .commthread import Commands
 from .faults import AbortOnError
-from .layout import aligned_zeros
 
 
 class SerialCommunicator(Commands):
@@ -81,6 +80,8 @@ class SerialCommunicator(Commands):
 
     def allocate(self, count):
         """Zeros, float32 (count,), in memory from which exchanges are fast; collective."""
+        from .layout import aligned_zeros  # loads the kernels: see `guard_imports`
+
         return aligned_zeros(count)
 
     def bandwidth(self):

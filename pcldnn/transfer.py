@@ -11,8 +11,6 @@ parts in one call are one exchange: small layers share a latency.
 
 import numpy as np
 
-from pcldnn import _kernels as kernels
-from pcldnn._kernels import reference
 from pcldnn.partition import bounds, share
 
 _TAG = 23
@@ -29,6 +27,10 @@ def piece_spans(shares, index=0, count=1):
 
 def add_arrays(arrays, out):
     """out = arrays[0] + arrays[1] + ... in this order; `out` may be one of them. float32 or float64."""
+    # Not at the top: a rank that cannot load its kernels must still be able to end the job (`guard_imports`).
+    from pcldnn import _kernels as kernels
+    from pcldnn._kernels import reference
+
     module = kernels if out.dtype == np.float32 else reference
     module.sum_arrays(arrays, out)
 
