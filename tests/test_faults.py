@@ -102,8 +102,8 @@ def test_a_rank_cannot_import_its_kernels(run_mpi):
 def test_run_mpi_kills_a_job_that_hangs(run_mpi):
     """The tests' own safety net: the test fails, says where the ranks were, and leaves no process behind."""
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_mpi(2, [PROGRAM, "exception", "7"], timeout=4, env={"PCLDNN_HANGING": "1"})
-    assert "hung: killed after 4 s" in str(failure.value)
+        run_mpi(2, [PROGRAM, "exception", "7"], timeout=8, env={"PCLDNN_HANGING": "1"})
+    assert "hung: killed after 8 s" in str(failure.value)
     assert 'faults.py", line' in str(failure.value), failure.value
     assert not [pid for pid in os.listdir("/proc") if b"PCLDNN_HANGING=1" in environment_of(pid)]
 

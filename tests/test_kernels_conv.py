@@ -152,7 +152,7 @@ def check_exact(target, case, blocking=(None, None, None)):
     want = exact(case)
     for bc in channel_blocks(case, target):
         got = run(target, case, logical_arrays(case, integers), target.SIMD_WIDTH, bc, threads=2, blocking=blocking)
-        check_padding(case, got[0] * 0 if case.n else got[0], *got[1:])
+        check_padding(case, *got)
         for pass_, result, right in zip("y dx dweight dbias".split(), logical(case, *got), want, strict=True):
             if result is not None:
                 np.testing.assert_array_equal(result, right, err_msg=f"{pass_}, {bc} lanes")

@@ -1,12 +1,15 @@
 """Element-wise kernels, bias gradient, SGD update and layout changes of every target against the float64 twin."""
 
+import platform
+
 import numpy as np
 import pytest
 from blocked import block, blocks, unblock
 from test_kernels_conv import EPS, THREADS, normal
 
 from pcldnn import _kernels
-from pcldnn._kernels import reference
+from pcldnn._kernels import cpu, reference
+from pcldnn._kernels.isa import compiled_for
 
 SIZES = [0, 1, 7, 8, 9, 33, 4095, 4096, 4097, 30011]  # around a vector and around a job
 ULPS = {"relu": 0, "sigmoid": 3, "tanh": 7}  # see simd_math.h, (a)
@@ -266,7 +269,10 @@ def test_arrays_are_checked(target):
             call()
 
 
-def test_targets():
-    """The twin is always there, and the target in use is one of them."""
+def test_no_target_is_left_out():
+    """Every instruction set of isa.py that this CPU runs was built, so that the tests above ran on it, and the twin."""
+    runs = [row for row in compiled_for(platform.machine()) if all(map(cpu.supports, row.features))]
+    missing = {row.name for row in runs} - set(_kernels.targets)
+    assert not missing, f"not built: {missing}; build without PCLDNN_BUILD_ISAS (python setup.py build_ext --inplace)"
     assert _kernels.targets["reference"] is reference
     assert _kernels.targets[_kernels.TARGET].SIMD_WIDTH == _kernels.SIMD_WIDTH
