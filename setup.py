@@ -47,10 +47,14 @@ runtime (Debian/Ubuntu: libomp-dev), or choose another compiler: CC=gcc pip inst
 
 
 def optimisation_flags():
-    """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted."""
+    """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted.
+
+    Loops begin at cache lines: the register tile's loop of 130 bytes, spread over one line more, is bound by the
+    instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead of 97-100 %).
+    """
     if DEBUG:
         return ["-O1", "-g", "-ffp-contract=fast"]
-    return ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    return ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-falign-loops=64"]
 
 
 def isas_to_build():

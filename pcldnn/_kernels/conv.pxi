@@ -14,6 +14,10 @@
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
 # e. Weight gradient: conv_weight_grad.pxi.
 
+cdef enum:
+    OUT_BYTES = 128 * 1024    # of y that a job adds to again and again: a part of L2 [byte]
+
+
 cdef struct Axis:
     Py_ssize_t count       # outputs
     Py_ssize_t out0        # position of the first one in y
@@ -165,11 +169,12 @@ cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ss
 
 
 cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
-    """All jobs of a pass. Bands of rows only add parallelism: they do not change any sum."""
+    """All jobs of a pass. Bands of rows keep a job's outputs in L2 and add parallelism; they change no sum."""
     cdef int image_tiles = tiles_of(c.images) if c.across_images else <int>c.images
     cdef Py_ssize_t pairs = (c.out_blocks + 1) // 2
-    cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * pairs - 1) // (image_tiles * pairs), 1),
-                                c.rows.count)
+    cdef Py_ssize_t out_bytes = c.rows.count * c.cols.count * 2 * b * sizeof(float)
+    cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * pairs - 1) // (image_tiles * pairs),
+                                    (out_bytes + OUT_BYTES - 1) // OUT_BYTES), c.rows.count)
     cdef Py_ssize_t job, jobs = image_tiles * pairs * bands
     cdef Py_ssize_t image, band, pair, n
     c.n_tiles = <int>c.cols.count if c.across_images else tiles_of(c.cols.count)
