@@ -5,8 +5,10 @@
 # b. A row is touched three times while it lies in the cache: maximum; exp and sum, with exp kept in dlogits;
 #    scaling. dlogits may therefore be the array of the logits. A job is a row; rows of one class block each
 #    are very short, but static scheduling makes a job no more than a loop turn.
-# c. Lanes beyond num_classes are read as -inf, so that they add exp(-inf) = 0 and leave 0.
-# d. Labels are checked, all of them, before any memory is touched. NaN or infinite logits give a NaN loss.
+# c. Computing exp leaves the memory idle: meanwhile the next row is fetched (for the last row that is a fetch of
+#    whatever lies behind it, which does nothing).
+# d. Lanes beyond num_classes are read as -inf, so that they add exp(-inf) = 0 and leave 0.
+# e. Labels are checked, all of them, before any memory is touched. NaN or infinite logits give a NaN loss.
 
 from libc.math cimport INFINITY, log
 
@@ -41,6 +43,8 @@ cdef double loss_row(const float* logits, float* dlogits, Py_ssize_t label, Py_s
     for start from 0 <= start < classes by LOSS_RUN * b:
         run = zero()
         for i from start <= i < min(start + LOSS_RUN * b, classes) by b:
+            prefetch(logits + padded + i)
+            prefetch(dlogits + padded + i)
             e = vexp(load_class(logits, i, classes) - shift)
             run = run + e
             store(dlogits + i, e)
