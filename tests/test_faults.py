@@ -19,7 +19,7 @@ def ends(run_mpi, kind, ranks, size=3, **env):
     """The job ends in time with a non-zero code, and nobody reaches its end."""
     result = run_mpi(size, [PROGRAM, kind, ranks], timeout=90, env=env, check=False)
     assert result.returncode != 0, result.output
-    failure = min(map(float, re.findall(r"fails at (\S+)", result.stdout)))
+    failure = min(map(float, re.findall(r"fails at ([\d.]+)", result.stdout)))
     assert time.monotonic() - failure < SECONDS, result.output
     assert "reached the end" not in result.stdout, result.output
     return result
