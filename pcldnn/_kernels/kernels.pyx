@@ -42,14 +42,6 @@ cdef tuple dims(view):
     return view.shape
 
 
-cdef int check(str name, array, tuple wanted) except -1:
-    """Refuse an array whose shape is not the one wanted."""
-    got = tuple([array.shape[i] for i in range(array.ndim)])
-    if got != wanted:
-        raise ValueError(f"{name}: got shape {got}, wanted {wanted}")
-    return 0
-
-
 cdef float[::1] scratch_of(float[::1] scratch, Py_ssize_t wanted):
     """The scratch array that was given, or a new one where one is needed; refused when too small."""
     cdef Py_ssize_t got = 0 if scratch is None else scratch.shape[0]
