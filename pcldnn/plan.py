@@ -177,8 +177,8 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 1, training: bool = True,
-         machine: Machine | None = None, algorithm: str | None = None, partitions: dict | None = None,
-         exact: bool | int = False) -> Plan:  # fmt: skip
+         machine: Machine | None = None, algorithm: str | None = None,
+         partitions: dict[str, Partition] | None = None, exact: bool | int = False) -> Plan:  # fmt: skip
     """Plan a network's run.
 
     Parameters
