@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 # The launcher starts this once for each rank, in the namespace of the launcher, with the rank in the environment.
@@ -48,6 +49,15 @@ def missing():
     return None
 
 
+def await_carrier(name, limit=10):
+    """Wait until a side's interface runs: the kernel says so up to a second after it was set up, and UCX looks once."""
+    end = time.monotonic() + limit
+    while run("ip", "netns", "exec", name, "cat", f"/sys/class/net/{DEVICE}/operstate").strip() != "up":
+        if time.monotonic() > end:
+            raise TimeoutError(f"{DEVICE} in namespace {name} is not up after {limit} s")
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def link(rate, burst):
     """Two namespaces joined by a link of `rate`; yields their names. Removes them in the end."""
@@ -64,6 +74,8 @@ def link(rate, burst):
             run(*inside, "link", "set", DEVICE, "up")
             run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate,
                 "burst", burst, "latency", "50ms")  # fmt: skip
+        for name in names:
+            await_carrier(name)
         yield names
     finally:
         for name in names:  # takes its interface along

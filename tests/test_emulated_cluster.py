@@ -36,15 +36,16 @@ def test_an_exchange_goes_over_the_wire(program, code):
         pytest.skip(emulated_cluster.missing())
     if "--oversubscribe" in mpirun_command():
         pytest.skip("for MPICH")
-    before = namespaces()
-    if run("ip", "netns", "add", "pcldnntry").returncode != 0:
+    trial = f"pcldnntry{os.getpid()}"
+    if run("ip", "netns", "add", trial).returncode != 0:
         pytest.skip("network namespaces are not allowed here")
-    run("ip", "netns", "del", "pcldnntry")
+    run("ip", "netns", "del", trial)
     command = [sys.executable, str(SCRIPT), "--timeout", "60", sys.executable, str(REPOSITORY / "tests" / "mpi" / program)]
-    result = run(*command)
-    assert (result.returncode == 0) == (code == 0), result.stdout + result.stderr
-    sent = [float(number) for number in re.findall(r"([\d.]+) MB from rank", result.stdout)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        output, _ = process.communicate(timeout=120)
+    assert (process.returncode == 0) == (code == 0), output
+    sent = [float(number) for number in re.findall(r"([\d.]+) MB from rank", output)]
     assert len(sent) == 2
     if code == 0:
         assert all(number > 0.003 for number in sent)  # 1000 floats, half of them each way, twice, and headers
-    assert namespaces() <= before
+    assert not [name for name in namespaces() if name.startswith(f"pcldnn{process.pid}")]
