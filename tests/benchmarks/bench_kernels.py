@@ -35,7 +35,7 @@ def _work(row, rates):
 def _ours(benchmark, row, rates, config):
     with running_on(row.by), blas_threads(rates.threads):
         call, made = ours.layer_call(row, rates.threads)
-        median = measure(benchmark, row, call, config)
+        median = measure(benchmark, row, call, config, rates)
     algorithm = REFERENCE_ALGORITHMS[row.kind] if row.by == "reference" else made.algorithm
     blocking = None if made.blocking is None else str(made.blocking)
     record(benchmark, rates, row, row.by, algorithm, *_work(row, rates), median, blocking=blocking)
@@ -46,7 +46,7 @@ def _torch(benchmark, row, rates, config):
 
     with peer.torch.no_grad(), memory_kept():
         name, call = peer.best(peer.layer_variants(row, rates.threads))
-        median = measure(benchmark, row, call, config)
+        median = measure(benchmark, row, call, config, rates)
     algorithm = "gemm" if row.kind == "fc" else "direct"
     record(benchmark, rates, row, "torch", algorithm, *_work(row, rates), median, variant=name)
 
@@ -58,7 +58,7 @@ def _onednn(benchmark, row, rates, config):
         variants = peer.layer_variants(row, rates.threads)
         with peer.listening() as heard:
             name, call = peer.best(variants, peer.primitive_seconds)
-            median = measure(benchmark, row, call, config)
+            median = measure(benchmark, row, call, config, rates)
         algorithm = "gemm" if row.kind == "fc" else "direct"
         record(benchmark, rates, row, "onednn", algorithm, *_work(row, rates), median,
                variant=name, implementation=heard.implementation)  # fmt: skip

@@ -47,11 +47,11 @@ def test_operation(benchmark, row, options, rates, pytestconfig):
 
         with peer.torch.no_grad():
             call = peer.operation(row, _shape(row), rates.threads)
-            median = measure(benchmark, row, call, pytestconfig)
+            median = measure(benchmark, row, call, pytestconfig, rates)
     else:
         with running_on(row.by) as kernels, blas_threads(rates.threads):
             call = _ours(row, _shape(row), kernels, rates.threads)
-            median = measure(benchmark, row, call, pytestconfig)
+            median = measure(benchmark, row, call, pytestconfig, rates)
     record(benchmark, rates, row, row.by, "direct", 0, _bytes(row), median)
 
 

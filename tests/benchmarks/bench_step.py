@@ -31,7 +31,7 @@ def _ours(benchmark, row, rates, config):
     with running_on(row.by), blas_threads(rates.threads):
         with PeakMemory() as memory:
             call, plan = ours.step_call(row, rates.threads)
-            median = measure(benchmark, row, call, config)
+            median = measure(benchmark, row, call, config, rates)
         algorithm = "im2col" if row.by == "reference" else ours.algorithms(plan)
     return row.by, algorithm, {}, median, memory.bytes
 
@@ -43,5 +43,5 @@ def _torch(benchmark, row, rates, config):
     layout = min(seconds, key=seconds.get)
     with PeakMemory() as memory:
         call = peer.step_call(row, rates.threads, layout)
-        median = measure(benchmark, row, call, config)
+        median = measure(benchmark, row, call, config, rates)
     return "torch", "direct", {"variant": layout}, median, memory.bytes

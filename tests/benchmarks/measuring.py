@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import re
+import statistics
 import time
 from pathlib import Path
 
@@ -12,34 +13,43 @@ from pcldnn import _kernels, machine
 
 LONG = 2.0  # [s] a call from here on gets few rounds
 VERY_LONG = 15.0  # [s] and from here on one
+SLEEP = 0.01  # [s] longer than threads of OpenMP spin before they sleep
 
 RESULTS = {}  # `extra_info` of the rows of this run, by group and target: for the summary at its end
 
 
 class Rates:
-    """Peak and bandwidth of the machine, measured again when they are old: clocks change during a run.
+    """Peak and bandwidth of the machine, measured beside what they are the yardstick of.
 
-    The peak is that of the strongest instruction set, so one number is the yardstick of every row of a moment.
+    The peak is that of the strongest instruction set. Clocks change during a run, and on a virtual machine somebody
+    else may hold the other half of a core, so the peak of a row is the median of samples between its rounds, each as
+    long as a call of a kernel is: the best moment of a loop says nothing about milliseconds.
     """
 
-    PEAK_AGE, TRIAD_AGE = 10.0, 60.0  # [s]
+    SAMPLE, TRIAD_AGE = 5e-3, 60.0  # [s]
 
     def __init__(self, threads: int):
         self.threads = threads
-        self._peak, self._triad = (0.0, -1e9), (0.0, -1e9)  # value, when
-        self._highest = 0.0
+        self._loop = next(iter(_kernels.targets.values())).fma_loop
+        self._steps = max(int(20_000 * self.SAMPLE * machine.measure_flops(threads) / self._loop(20_000, threads)), 1)
+        self._samples = []
+        self._triad = 0.0, -1e9  # value, when
+
+    def begin_row(self):
+        """Forget the samples of the row before."""
+        self._samples = []
+
+    def sample(self):
+        """Run the FMA loop of 12 accumulators on all threads for a moment."""
+        self._loop(20_000, self.threads)  # wakes the threads
+        start = time.perf_counter()
+        flop = self._loop(self._steps, self.threads)
+        self._samples.append(flop / (time.perf_counter() - start))
 
     @property
     def peak(self) -> float:
-        """The FMA loop of 12 accumulators on all threads, best of several [flop/s]."""
-        if time.monotonic() - self._peak[1] > self.PEAK_AGE:
-            value = machine.measure_flops(self.threads, 0.1 if self._highest else 0.5)
-            for _ in range(3):  # so low is not the clock but somebody else on our cores
-                if value < 0.8 * self._highest:
-                    value = max(value, machine.measure_flops(self.threads))
-            self._highest = max(self._highest, value)
-            self._peak = value, time.monotonic()
-        return self._peak[0]
+        """The FMA loop's rate during this row [flop/s]."""
+        return statistics.median(self._samples)
 
     @property
     def triad(self) -> float:
@@ -49,25 +59,34 @@ class Rates:
         return self._triad[0]
 
 
-def measure(benchmark, row, call, config) -> float | None:
-    """Run `call` in rounds of at least a millisecond for about --benchmark-max-time; the median [s].
+def measure(benchmark, row, call, config, rates) -> float | None:
+    """Run `call` in rounds for about twice --benchmark-max-time; the median [s].
 
-    At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. The first call, which
-    touches memory for the first time, is not counted. None with --benchmark-disable.
+    At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. Before each round the
+    peak is sampled; then the sample's threads get time to go to sleep, for they are not those of a peer, and a call
+    that is not counted wakes those of whoever is measured. None with --benchmark-disable.
     """
     benchmark.group = row.group
     if benchmark.disabled:
         benchmark.pedantic(call)
         return None
+    call()  # touches memory for the first time
     seconds = _timed(call)
     if seconds < LONG:
         seconds = min(seconds, _timed(call))
     most_time, least = float(config.getoption("benchmark_max_time")), config.getoption("benchmark_min_rounds")
     if seconds > LONG:
         least = min(least, 3 if seconds < VERY_LONG else 1)
-    iterations = max(int(1e-3 / max(seconds, 1e-7)), 1)
-    rounds = min(max(int(most_time / (seconds * iterations)), least), 1000)
-    benchmark.pedantic(call, rounds=rounds, iterations=iterations)
+    rates.begin_row()
+
+    def between_rounds():
+        rates.sample()
+        time.sleep(SLEEP)
+        if seconds < LONG:
+            call()
+
+    benchmark.pedantic(call, setup=between_rounds, rounds=min(max(int(most_time / (seconds + SLEEP)), least), 1000))
+    rates.sample()
     return benchmark.stats.stats.median
 
 
