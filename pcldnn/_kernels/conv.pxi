@@ -136,7 +136,7 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
         seg = segments + g
         over.n0 = seg.taps * c.lanes
         run(seg.lo, width if c.across_images else seg.hi, a0, a1, x + seg.tap * c.x_column, xp,
-            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two)
+            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two, False)
     tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
 
 

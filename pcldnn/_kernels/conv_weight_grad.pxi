@@ -71,7 +71,7 @@ cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float
             over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
             over.n2, over.x2, over.w2 = 1, 0, 0
         if lo < hi:
-            run(lo, hi, a0, a1, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, two)
+            run(lo, hi, a0, a1, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, two, False)
         q = q1
     tile_store(a0, a1, width, dw, b, dw_block, False, two)
 

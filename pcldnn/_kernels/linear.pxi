@@ -8,7 +8,9 @@
 #    4096 floats, a multiple of the cache's set span, cannot evict one another.
 # c. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
-# d. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
+# d. While a pair of vectors is computed, the micro-kernel asks for the weights that come next, a cache line at a time
+#    (`Ahead`): a minibatch of 64 takes as long to compute as the weights take to arrive, and so they do both at once.
+# e. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
 
 cdef enum:
     CHUNK = 256              # features summed per visit [elements]
@@ -36,12 +38,27 @@ cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packe
 
 cdef inline Reduction contiguous(Py_ssize_t steps, Py_ssize_t w0) noexcept nogil:
     """The sum over `steps` places of a packed tile and as many vectors of w, w0 floats apart."""
-    return Reduction(n0=steps, x0=TILE, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0)
+    return Reduction(n0=steps, x0=TILE, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0)
+
+
+cdef struct Ahead:
+    const float* start         # rows of weights that are read next (decision d)
+    Py_ssize_t distance        # from row to row [float]
+    Py_ssize_t rows, size      # how many, and their length [float]
+    int calls                  # calls of the micro-kernel that share them
+
+
+cdef inline void fetch_part(Ahead* ahead, int call, Reduction* over) noexcept nogil:
+    """What a call of the micro-kernel asks for: its part of the rows, spread over its steps."""
+    cdef Py_ssize_t place = ahead.rows * ahead.size * call // ahead.calls
+    cdef Py_ssize_t part = max(ahead.rows * ahead.size // ahead.calls, 1)
+    over.next = ahead.start + place // ahead.size * ahead.distance + place % ahead.size
+    over.next_step = (min(part, ahead.size) + over.n0 - 1) // over.n0
 
 
 cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
                               int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
-                              bint first, bint relu, bint two) noexcept nogil:
+                              bint first, bint relu, Ahead* ahead, int call, bint two) noexcept nogil:
     """Tiles t0..t1 of samples of y's pair of vectors += sum over f0..f1 of x w, or = bias + that when `first`."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
@@ -51,21 +68,22 @@ cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, P
     for t in range(t0, t1):
         n = tile_start(N, tiles, t)
         width = <int>(tile_start(N, tiles, t + 1) - n)
+        fetch_part(ahead, call + t, &over)
         if first:
             tile_fill(a0, a1, bias, two)
         else:
             tile_load(a0, a1, width, y + n * y_row, y_row, b, two)
-        run(0, width, a0, a1, packed + (t * F + f0) * TILE, 1, w, wv, &over, two)
+        run(0, width, a0, a1, packed + (t * F + f0) * TILE, 1, w, wv, &over, two, True)
         tile_store(a0, a1, width, y + n * y_row, y_row, b, relu, two)
 
 
 cdef void linear_tiles_of(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
                           int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
-                          bint first, bint relu, bint two) noexcept nogil:
+                          bint first, bint relu, Ahead* ahead, int call, bint two) noexcept nogil:
     if two:
-        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, True)
+        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, call, True)
     else:
-        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, False)
+        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, call, False)
 
 
 cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
@@ -73,18 +91,36 @@ cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const f
     """Output blocks k0..k1 (k0 even) of all samples."""
     cdef Py_ssize_t f0 = 0, f1, k
     cdef int t, tiles = tiles_of(N)
+    cdef Ahead ahead
     while f0 < F:
         f1 = min(f0 + CHUNK, F)
         t = 0
         while t < tiles:
             k = k0
             while k < k1:
+                ahead = weights_after(w, F, KB, f0, f1, k, k0, k1)
+                ahead.calls = tiles
                 linear_tiles_of(packed, N, F, f0, f1, t, min(t + SAMPLE_TILES, tiles), w + (k * F + f0) * b, F * b,
                                 y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
-                                k + 1 < k1)
+                                &ahead, 0, k + 1 < k1)
                 k += 2
             t += SAMPLE_TILES
         f0 = f1
+
+
+cdef inline Ahead weights_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_ssize_t f0, Py_ssize_t f1,
+                                Py_ssize_t k, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+    """The weights that follow features f0..f1 of the pair k: the next pair, chunk, or group."""
+    cdef Py_ssize_t f = f0
+    k += 2
+    if k >= k1 and f1 < F:
+        f = f1
+        k = k0
+    elif k >= k1:
+        f = 0
+    if k >= KB:
+        k = k0
+    return Ahead(start=w + (k * F + f) * b, distance=F * b, rows=min(2, KB - k), size=min(CHUNK, F - f) * b, calls=1)
 
 
 cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
@@ -93,20 +129,36 @@ cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, cons
     cdef float wt[2 * GROUP * CHUNK * b]
     cdef Py_ssize_t k0 = 0, k1, c, kb
     cdef int t, tiles = tiles_of(N)
+    cdef Ahead ahead
     while k0 < KB * b:
         k1 = min(k0 + CHUNK, KB * b)
         for kb in range(k0 // b, k1 // b):
             for c in range(c0, c1):
                 transpose(w + (kb * F + c * b) * b, b, wt + ((c - c0) * CHUNK + kb * b - k0) * b)
+        ahead = panel_after(w, F, KB, k1, c0, c1)
+        ahead.calls = <int>(tiles * (c1 - c0 + 1) // 2)
         t = 0
         while t < tiles:
             c = c0
             while c < c1:
                 linear_tiles_of(packed, N, KB * b, k0, k1, t, min(t + SAMPLE_TILES, tiles), wt + (c - c0) * CHUNK * b,
-                                CHUNK * b, dx + c * b, F, NULL, k0 == 0, False, c + 1 < c1)
+                                CHUNK * b, dx + c * b, F, NULL, k0 == 0, False, &ahead,
+                                <int>(tiles * (c - c0) // 2), c + 1 < c1)
                 c += 2
             t += SAMPLE_TILES
         k0 = k1
+
+
+cdef inline Ahead panel_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_ssize_t k1, Py_ssize_t c0,
+                              Py_ssize_t c1) noexcept nogil:
+    """The weights that follow outputs up to k1 of feature blocks c0..c1: the next chunk, or the next group's first."""
+    cdef Py_ssize_t kb = k1 // b, c = c0
+    if kb == KB:
+        kb = 0
+        if c1 * b < F:
+            c = c1
+    return Ahead(start=w + (kb * F + c * b) * b, distance=F * b, rows=min(CHUNK // b, KB - kb),
+                 size=min(c1 - c0, F // b - c) * b * b, calls=1)
 
 
 cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t n0, Py_ssize_t n1,
@@ -124,7 +176,7 @@ cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t
             tile_fill(a0, a1, NULL, two)
         else:
             tile_load(a0, a1, width, dw + f * b, b, wv, two)
-        run(0, width, a0, a1, packed + (t * N + n0) * TILE, 1, dy + n0 * 2 * b, b, &over, two)
+        run(0, width, a0, a1, packed + (t * N + n0) * TILE, 1, dy + n0 * 2 * b, b, &over, two, False)
         tile_store(a0, a1, width, dw + f * b, b, wv, False, two)
 
 

@@ -19,6 +19,8 @@ cdef struct Reduction:
     Py_ssize_t n1, x1, w1      # the loop around it
     Py_ssize_t n2, x2, w2      # the outermost one
     Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
+    const float* next          # if `fetching`: what a later call reads, asked for a bit at every innermost step
+    Py_ssize_t next_step       # what it advances each step [float]
 
 
 cdef extern from "simd.h" nogil:
@@ -28,17 +30,18 @@ cdef extern from "simd.h" nogil:
     void tile_fill(vec* a0, vec* a1, const float* bias, bint two)
     void tile_store(const vec* a0, const vec* a1, int width, float* y, Py_ssize_t yp, Py_ssize_t yv, bint relu, bint two)
     void dispatch "PCL_RANGES"(void (*f)(int, int, vec*, vec*, const float*, Py_ssize_t, const float*, Py_ssize_t,
-                                         Reduction*, bint) noexcept nogil,
+                                         Reduction*, bint, bint) noexcept nogil,
                                int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
-                               Py_ssize_t wv, Reduction* over, bint two)
+                               Py_ssize_t wv, Reduction* over, bint two, bint fetching)
 
 
 cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
-                            Py_ssize_t wv, Reduction* over, bint two) noexcept nogil:
+                            Py_ssize_t wv, Reduction* over, bint two, bint fetching) noexcept nogil:
     """acc[v][p] += w[v*wv + i] * x[p*xp + j], lo <= p < hi, with i and j walking the three loops of `over`."""
     cdef Py_ssize_t i0, i1, i2
     cdef const float* xq
     cdef const float* wq
+    cdef const float* next = over.next
     cdef int p
     cdef float s
     cdef vec w0, w1
@@ -58,17 +61,20 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
                         a0[p] = a0[p] + w0 * s
                         if two:
                             a1[p] = a1[p] + w1 * s
+                if fetching:
+                    prefetch(next)
+                    next += over.next_step
                 xq += over.x0
                 wq += over.w0
 
 
 cdef inline void run(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
-                     Reduction* over, bint two) noexcept nogil:
+                     Reduction* over, bint two, bint fetching) noexcept nogil:
     """`accumulate` with run-time lo and hi; the full tile is the case to be fast in."""
     if lo == 0 and hi == TILE:
-        accumulate(0, TILE, a0, a1, x, xp, w, wv, over, two)
+        accumulate(0, TILE, a0, a1, x, xp, w, wv, over, two, fetching)
     else:
-        dispatch(accumulate, lo, hi, a0, a1, x, xp, w, wv, over, two)
+        dispatch(accumulate, lo, hi, a0, a1, x, xp, w, wv, over, two, fetching)
 
 
 cdef inline int tiles_of(Py_ssize_t count) noexcept nogil:

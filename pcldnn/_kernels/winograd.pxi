@@ -364,7 +364,7 @@ cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, Py_ssize_t x
         tile_fill(a0, a1, NULL, two)
     else:
         tile_load(a0, a1, width, y, yp, yv, two)
-    run(0, width, a0, a1, x, xp, w, wv, &over, two)
+    run(0, width, a0, a1, x, xp, w, wv, &over, two, False)
     tile_store(a0, a1, width, y, yp, yv, False, two)
 
 
