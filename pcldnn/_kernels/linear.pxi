@@ -1,27 +1,29 @@
 # Fully connected layers: forward, input gradient, weight gradient.
 #
-# a. Weights live in one blocked layout for good, (KB, F, b): k innermost. Forward reads it in order. The input
-#    gradient needs it transposed: small panels are transposed in registers just before all samples use them, which
-#    costs 1/8 to 1/100 of the products and no second copy of the weights.
-# b. The activations, a few per cent of the bytes, are packed once per call in the order in which register tiles read
+# a. Weights live in one blocked layout for good, (KB, F, b): k innermost. Forward reads them in order, as vectors.
+# b. The input gradient sums over k, so weights are what it broadcasts, and its vectors run over samples: no weight is
+#    ever transposed, only dy before and dx after, which are small.
+# c. The activations, a few per cent of the bytes, are packed once per call in the order in which register tiles read
 #    them: TILE samples (or TILE features) innermost. Every stream of the micro-kernel is then contiguous, and rows of
 #    4096 floats, a multiple of the cache's set span, cannot evict one another.
-# c. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
+# d. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
-# d. While a pair of vectors is computed, the micro-kernel asks for the weights that come next, a cache line at a time
+# e. While a tile of vectors is computed, the micro-kernel asks for the weights that come next, a cache line at a time
 #    (`Ahead`): a minibatch of 64 takes as long to compute as the weights take to arrive, and so they do both at once.
-# e. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
+# f. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
 
 cdef enum:
     CHUNK = 256              # features summed per visit [elements]
     SAMPLE_TILES = 20        # tiles of samples per visit
     SAMPLES = 128            # samples summed per visit of a block of dweight
     GROUP = 4                # most pairs of vectors of outputs that a job handles
+    VECTORS = 16             # vectors of samples per visit of a group of dx
+    FEATURE_BLOCKS = 7       # most blocks of dx that a job handles: whole tiles where a tile is 14 features wide
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
     """Elements of the scratch array that every pass of a layer of F features and K outputs needs [elements]."""
-    return tiles_of(N) * TILE * max(F, K) + N * (tiles_of(F) * TILE + K + 2 * b)
+    return max(tiles_of(N) * TILE * F + N * (tiles_of(F) * TILE + K + 2 * b), (N + b - 1) // b * b * K)
 
 
 cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
@@ -38,11 +40,11 @@ cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packe
 
 cdef inline Reduction contiguous(Py_ssize_t steps, Py_ssize_t w0) noexcept nogil:
     """The sum over `steps` places of a packed tile and as many vectors of w, w0 floats apart."""
-    return Reduction(n0=steps, x0=TILE, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0)
+    return Reduction(n0=steps, x0=TILE, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0, next1=0)
 
 
 cdef struct Ahead:
-    const float* start         # rows of weights that are read next (decision d)
+    const float* start         # rows of weights that are read next (decision e)
     Py_ssize_t distance        # from row to row [float]
     Py_ssize_t rows, size      # how many, and their length [float]
     int calls                  # calls of the micro-kernel that share them
@@ -123,42 +125,87 @@ cdef inline Ahead weights_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_
     return Ahead(start=w + (k * F + f) * b, distance=F * b, rows=min(2, KB - k), size=min(CHUNK, F - f) * b, calls=1)
 
 
+cdef void pack_vectors(const float* dy, Py_ssize_t N, Py_ssize_t K, float* packed, int num_threads) noexcept nogil:
+    """dy (N, K) to (vectors of b samples, K, b), with zeros for the samples that the last vector lacks."""
+    cdef Py_ssize_t job, v, k
+    for job in prange((N + b - 1) // b * (K // b), num_threads=num_threads, schedule="static"):
+        v = job // (K // b)
+        k = job % (K // b) * b
+        pack_block(dy + v * b * K + k, K, min(N - v * b, b), packed + (v * K + k) * b)
+
+
+cdef inline void pack_block(const float* dy, Py_ssize_t row, Py_ssize_t samples, float* packed) noexcept nogil:
+    cdef float block[b * b]
+    cdef Py_ssize_t n
+    if samples == b:
+        transpose(dy, row, packed)
+        return
+    memset(block, 0, sizeof(block))
+    for n in range(samples):
+        store(block + n * b, load(dy + n * row))
+    transpose(block, b, packed)
+
+
+cdef inline void input_grad_tile(const float* packed, Py_ssize_t wv, const float* w, Py_ssize_t blocks, Py_ssize_t F,
+                                 int width, const float* next, Py_ssize_t next_step, float* sums, Py_ssize_t sums_v,
+                                 bint first, bint two) noexcept nogil:
+    """`width` features of two vectors of samples += sum over `blocks` blocks of outputs of w dy; = when `first`."""
+    cdef vec a0[TILE]
+    cdef vec a1[TILE]
+    cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=blocks, x1=F * b, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
+                                    next=next, next_step=next_step, next1=F * b)
+    if first:
+        tile_fill(a0, a1, NULL, two)
+    else:
+        tile_load(a0, a1, width, sums, b, sums_v, two)
+    run(0, width, a0, a1, w, b, packed, wv, &over, two, True)
+    tile_store(a0, a1, width, sums, b, sums_v, False, two)
+
+
+cdef void input_grad_tiles(const float* packed, Py_ssize_t K, const float* w, Py_ssize_t blocks, Py_ssize_t F,
+                           Py_ssize_t count, Py_ssize_t vectors, float* sums, bint first) noexcept nogil:
+    """All tiles of `count` features and pairs of `vectors` vectors of samples, over `blocks` blocks of outputs."""
+    cdef int t, width, tiles = tiles_of(count)
+    cdef Py_ssize_t f, v, pairs = (vectors + 1) // 2, ahead
+    for t in range(tiles):
+        f = tile_start(count, tiles, t)
+        width = <int>(tile_start(count, tiles, t + 1) - f)
+        for v in range(0, vectors, 2):
+            ahead = (f + width) * b + v // 2 * width * b // pairs
+            if v + 1 < vectors:
+                input_grad_tile(packed + v * K * b, K * b, w + f * b, blocks, F, width, w + ahead,
+                                (width + pairs - 1) // pairs, sums + (v * count + f) * b, count * b, first, True)
+            else:
+                input_grad_tile(packed + v * K * b, K * b, w + f * b, blocks, F, width, w + ahead,
+                                (width + pairs - 1) // pairs, sums + (v * count + f) * b, count * b, first, False)
+
+
 cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
                            Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
-    """Feature blocks c0..c1 (at most 2 * GROUP) of dx for all samples: see a. for the transposed panels."""
-    cdef float wt[2 * GROUP * CHUNK * b]
-    cdef Py_ssize_t k0 = 0, k1, c, kb
-    cdef int t, tiles = tiles_of(N)
-    cdef Ahead ahead
-    while k0 < KB * b:
-        k1 = min(k0 + CHUNK, KB * b)
-        for kb in range(k0 // b, k1 // b):
-            for c in range(c0, c1):
-                transpose(w + (kb * F + c * b) * b, b, wt + ((c - c0) * CHUNK + kb * b - k0) * b)
-        ahead = panel_after(w, F, KB, k1, c0, c1)
-        ahead.calls = <int>(tiles * (c1 - c0 + 1) // 2)
-        t = 0
-        while t < tiles:
-            c = c0
-            while c < c1:
-                linear_tiles_of(packed, N, KB * b, k0, k1, t, min(t + SAMPLE_TILES, tiles), wt + (c - c0) * CHUNK * b,
-                                CHUNK * b, dx + c * b, F, NULL, k0 == 0, False, &ahead,
-                                <int>(tiles * (c - c0) // 2), c + 1 < c1)
-                c += 2
-            t += SAMPLE_TILES
-        k0 = k1
-
-
-cdef inline Ahead panel_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_ssize_t k1, Py_ssize_t c0,
-                              Py_ssize_t c1) noexcept nogil:
-    """The weights that follow outputs up to k1 of feature blocks c0..c1: the next chunk, or the next group's first."""
-    cdef Py_ssize_t kb = k1 // b, c = c0
-    if kb == KB:
+    """Feature blocks c0..c1 (at most FEATURE_BLOCKS) of dx for all samples: see b."""
+    cdef float sums[FEATURE_BLOCKS * b * VECTORS * b]
+    cdef Py_ssize_t count = (c1 - c0) * b, kb, v = 0, vectors
+    while v * b < N:
+        vectors = min(VECTORS, (N + b - 1) // b - v)
         kb = 0
-        if c1 * b < F:
-            c = c1
-    return Ahead(start=w + (kb * F + c * b) * b, distance=F * b, rows=min(CHUNK // b, KB - kb),
-                 size=min(c1 - c0, F // b - c) * b * b, calls=1)
+        while kb < KB:
+            input_grad_tiles(packed + (v * KB + kb) * b * b, KB * b, w + (kb * F + c0 * b) * b,
+                             min(CHUNK // b, KB - kb), F, count, vectors, sums, kb == 0)
+            kb += CHUNK // b
+        unpack_vectors(sums, count, vectors, min(N - v * b, vectors * b), F, dx + v * b * F + c0 * b)
+        v += VECTORS
+
+
+cdef void unpack_vectors(const float* sums, Py_ssize_t count, Py_ssize_t vectors, Py_ssize_t samples, Py_ssize_t F,
+                         float* dx) noexcept nogil:
+    """sums (vectors of samples, count, b) to the first `samples` rows of dx, F features apart."""
+    cdef float block[b * b]
+    cdef Py_ssize_t v, f, n
+    for v in range(vectors):
+        for f in range(count // b):
+            transpose(sums + (v * count + f * b) * b, b, block)
+            for n in range(min(b, samples - v * b)):
+                store(dx + (v * b + n) * F + f * b, load(block + n * b))
 
 
 cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t n0, Py_ssize_t n1,
@@ -240,7 +287,7 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
                       float[:, ::1] dx,                      # OUT  (N, F)
                       float[::1] scratch=None,               # TMP  linear_scratch_size(N, F, KB * b)
                       blocking=None, int num_threads=1):
-    """dx = dy weight. F must be a multiple of b."""
+    """dx = dy weight; zeros when KB = 0. F must be a multiple of b."""
     cdef Py_ssize_t N = dx.shape[0], F = dx.shape[1], KB = weight.shape[0], size, job
     cdef float* packed
     checks.linear(dims(dx), dims(weight), None, dims(dy), num_threads, names=("dx", "weight", "dy"))
@@ -249,11 +296,14 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
         raise ValueError(f"dx: got rows of {F} features, wanted a multiple of the SIMD width {b}")
     if N == 0 or F == 0:
         return
+    if KB == 0:
+        memset(&dx[0, 0], 0, N * F * sizeof(float))
+        return
     scratch = scratch_of(scratch, linear_scratch_size(N, F, KB * b))
     packed = start_of(scratch)
     with nogil:
-        pack_samples(&dy[0, 0], N, KB * b, packed, num_threads)
-        size = group_size(F // b, num_threads)
+        pack_vectors(&dy[0, 0], N, KB * b, packed, num_threads)
+        size = max(min(F // b // (8 * num_threads), FEATURE_BLOCKS), 1)
         for job in prange((F // b + size - 1) // size, num_threads=num_threads, schedule="static"):
             input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b))
 

@@ -20,7 +20,7 @@ cdef struct Reduction:
     Py_ssize_t n2, x2, w2      # the outermost one
     Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
     const float* next          # if `fetching`: what a later call reads, asked for a bit at every innermost step
-    Py_ssize_t next_step       # what it advances each step [float]
+    Py_ssize_t next_step, next1    # what it advances each innermost step, and each step of the loop around it [float]
 
 
 cdef extern from "simd.h" nogil:
@@ -41,7 +41,7 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
     cdef Py_ssize_t i0, i1, i2
     cdef const float* xq
     cdef const float* wq
-    cdef const float* next = over.next
+    cdef const float* next
     cdef int p
     cdef float s
     cdef vec w0, w1
@@ -49,6 +49,8 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
         for i1 in range(over.n1):
             xq = x + i2 * over.x2 + i1 * over.x1
             wq = w + i2 * over.w2 + i1 * over.w1
+            if fetching:
+                next = over.next + i1 * over.next1
             if over.ahead != 0:
                 prefetch_row(xq + over.ahead)
             for i0 in range(over.n0):
