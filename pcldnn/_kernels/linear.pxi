@@ -38,33 +38,13 @@ cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packe
                 packed[(t * N + n) * TILE + p] = x[n * F + first + p]
 
 
-cdef inline Reduction contiguous(Py_ssize_t steps, Py_ssize_t w0) noexcept nogil:
-    """The sum over `steps` places of a packed tile and as many vectors of w, w0 floats apart."""
-    return Reduction(n0=steps, x0=TILE, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0, next1=0)
-
-
-cdef struct Ahead:
-    const float* start         # rows of weights that are read next (decision e)
-    Py_ssize_t distance        # from row to row [float]
-    Py_ssize_t rows, size      # how many, and their length [float]
-    int calls                  # calls of the micro-kernel that share them
-
-
-cdef inline void fetch_part(Ahead* ahead, int call, Reduction* over) noexcept nogil:
-    """What a call of the micro-kernel asks for: its part of the rows, spread over its steps."""
-    cdef Py_ssize_t place = ahead.rows * ahead.size * call // ahead.calls
-    cdef Py_ssize_t part = max(ahead.rows * ahead.size // ahead.calls, 1)
-    over.next = ahead.start + place // ahead.size * ahead.distance + place % ahead.size
-    over.next_step = (min(part, ahead.size) + over.n0 - 1) // over.n0
-
-
 cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
                               int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
                               bint first, bint relu, Ahead* ahead, int call, bint two) noexcept nogil:
     """Tiles t0..t1 of samples of y's pair of vectors += sum over f0..f1 of x w, or = bias + that when `first`."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    cdef Reduction over = contiguous(f1 - f0, b)
+    cdef Reduction over = one_loop(f1 - f0, TILE, b)
     cdef int t, width, tiles = tiles_of(N)
     cdef Py_ssize_t n
     for t in range(t0, t1):
@@ -213,7 +193,7 @@ cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t
     """Tiles t0..t1 of features of dweight's pair of vectors += sum over samples n0..n1; = when n0 is 0."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    cdef Reduction over = contiguous(n1 - n0, 2 * b)
+    cdef Reduction over = one_loop(n1 - n0, TILE, 2 * b)
     cdef int t, width, tiles = tiles_of(F)
     cdef Py_ssize_t f
     for t in range(t0, t1):

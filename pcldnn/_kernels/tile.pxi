@@ -9,6 +9,8 @@
 # d. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
 #    registers over filter rows and input channel blocks, or over rows and images, and a call is rare.
 # e. `two` is a compile-time constant as well: the odd last block of output channels uses one vector.
+# f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
+#    that take as long as their weights take to arrive then do both at once. `fetching` is a compile-time constant.
 
 cdef enum:
     PACK_RUN = 256             # features that a job of pack_samples takes [elements]
@@ -77,6 +79,26 @@ cdef inline void run(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_
         accumulate(0, TILE, a0, a1, x, xp, w, wv, over, two, fetching)
     else:
         dispatch(accumulate, lo, hi, a0, a1, x, xp, w, wv, over, two, fetching)
+
+
+cdef inline Reduction one_loop(Py_ssize_t steps, Py_ssize_t x0, Py_ssize_t w0) noexcept nogil:
+    """The sum over `steps` places that lie x0 floats apart in x and w0 in w; nothing is asked for."""
+    return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0, next1=0)
+
+
+cdef struct Ahead:
+    const float* start         # rows that are read next, for calls of the micro-kernel to ask for (decision f)
+    Py_ssize_t distance        # from row to row [float]
+    Py_ssize_t rows, size      # how many, and their length [float]
+    int calls                  # calls of the micro-kernel that share them
+
+
+cdef inline void fetch_part(Ahead* ahead, int call, Reduction* over) noexcept nogil:
+    """What a call of the micro-kernel asks for: its part of the rows, spread over its steps."""
+    cdef Py_ssize_t place = ahead.rows * ahead.size * call // ahead.calls
+    cdef Py_ssize_t part = max(ahead.rows * ahead.size // ahead.calls, 1)
+    over.next = ahead.start + place // ahead.size * ahead.distance + place % ahead.size
+    over.next_step = (min(part, ahead.size) + over.n0 - 1) // over.n0
 
 
 cdef inline int tiles_of(Py_ssize_t count) noexcept nogil:

@@ -111,66 +111,78 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, Py_ssize_t x0, const float* w, Py_ssize_t wv,
-                          Py_ssize_t w0, Py_ssize_t steps, float* y, Py_ssize_t yp, Py_ssize_t yv, bint first,
-                          bint two) noexcept nogil:
-    """One register tile: y = (or +=, unless `first`) the sum over `steps` of outer products."""
+cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv, Reduction* over,
+                          float* y, Py_ssize_t yp, Py_ssize_t yv, bint first, bint two) noexcept nogil:
+    """One register tile: y = (or +=, unless `first`) the sum of outer products."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    cdef Reduction over
-    over.n0, over.x0, over.w0 = steps, x0, w0
-    over.n1, over.x1, over.w1 = 1, 0, 0
-    over.n2, over.x2, over.w2 = 1, 0, 0
-    over.ahead = 0
     if first:
         tile_fill(a0, a1, NULL, two)
     else:
         tile_load(a0, a1, width, y, yp, yv, two)
-    run(0, width, a0, a1, x, xp, w, wv, &over, two, False)
+    run(0, width, a0, a1, x, xp, w, wv, over, two, True)
     tile_store(a0, a1, width, y, yp, yv, False, two)
 
 
-cdef void tile_sum_two(int width, const float* x, Py_ssize_t xp, Py_ssize_t x0, const float* w, Py_ssize_t wv,
-                       Py_ssize_t w0, Py_ssize_t steps, float* y, Py_ssize_t yp, Py_ssize_t yv,
-                       bint first) noexcept nogil:
-    tile_sum(width, x, xp, x0, w, wv, w0, steps, y, yp, yv, first, True)
+cdef void product_tile_two(int width, const float* v, Py_ssize_t v_tile, const float* u, Py_ssize_t u_block,
+                           Reduction* over, float* m, Py_ssize_t m_tile, bint first) noexcept nogil:
+    tile_sum(width, v, v_tile, u, u_block, over, m, m_tile, b, first, True)
 
 
-cdef void tile_sum_one(int width, const float* x, Py_ssize_t xp, Py_ssize_t x0, const float* w, Py_ssize_t wv,
-                       Py_ssize_t w0, Py_ssize_t steps, float* y, Py_ssize_t yp, Py_ssize_t yv,
-                       bint first) noexcept nogil:
-    tile_sum(width, x, xp, x0, w, wv, w0, steps, y, yp, yv, first, False)
+cdef void product_tile_one(int width, const float* v, Py_ssize_t v_tile, const float* u, Py_ssize_t u_block,
+                           Reduction* over, float* m, Py_ssize_t m_tile, bint first) noexcept nogil:
+    tile_sum(width, v, v_tile, u, u_block, over, m, m_tile, b, first, False)
 
 
 cdef void product_tiles(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t group, Py_ssize_t k,
-                        Py_ssize_t lo, Py_ssize_t hi, bint two) noexcept nogil:
+                        Py_ssize_t lo, Py_ssize_t hi, Ahead* ahead, bint two) noexcept nogil:
     """M of a point, channel blocks k (and k + 1), tiles lo..hi: (+)= V times U over input channel blocks c0..c1."""
     cdef Py_ssize_t channels = g.in_blocks * b, t
     cdef int i, width, parts = tiles_of(hi - lo)
     cdef const float* u = g.u + ((point * g.out_blocks + k) * channels + c0 * b) * b
     cdef const float* v = g.v + point * g.v_point + c0 * b
     cdef float* m = g.m + point * g.m_point + (k - group) * b
+    cdef Reduction over = one_loop((c1 - c0) * b, 1, b)
+    ahead.calls = parts
     for i in range(parts):
         t = lo + tile_start(hi - lo, parts, i)
         width = <int>(lo + tile_start(hi - lo, parts, i + 1) - t)
+        fetch_part(ahead, i, &over)
         if two:
-            tile_sum_two(width, v + t * g.v_tile, g.v_tile, 1, u, channels * b, b, (c1 - c0) * b,
-                         m + t * g.m_tile, g.m_tile, b, c0 == 0)
+            product_tile_two(width, v + t * g.v_tile, g.v_tile, u, channels * b, &over, m + t * g.m_tile, g.m_tile,
+                             c0 == 0)
         else:
-            tile_sum_one(width, v + t * g.v_tile, g.v_tile, 1, u, channels * b, b, (c1 - c0) * b,
-                         m + t * g.m_tile, g.m_tile, b, c0 == 0)
+            product_tile_one(width, v + t * g.v_tile, g.v_tile, u, channels * b, &over, m + t * g.m_tile, g.m_tile,
+                             c0 == 0)
+
+
+cdef inline Ahead filters_after(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t k, Py_ssize_t k0,
+                                Py_ssize_t k1) noexcept nogil:
+    """The filters that follow those of pair k and input channel blocks c0..c1: next pair, channels, or point."""
+    cdef Py_ssize_t row = g.in_blocks * b * b
+    k += 2
+    if k >= k1:
+        k = k0
+        c0 = c1
+    if c0 == g.in_blocks:
+        c0 = 0
+        point = min(point + 1, POINTS - 1)
+    return Ahead(start=g.u + (point * g.out_blocks + k) * row + c0 * b * b, distance=row, rows=min(2, k1 - k),
+                 size=min(g.c_blocks, g.in_blocks - c0) * b * b, calls=1)
 
 
 cdef void multiply(Winograd* g, Batch* batch, int point, Py_ssize_t group, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
     """M of a point and channel blocks k0..k1, where `group` is the first block that M holds."""
     cdef Py_ssize_t lo, hi, c0, c1, k
+    cdef Ahead ahead
     point_range(g, batch, point, &lo, &hi)
     c0 = 0
     while c0 < g.in_blocks and lo < hi:
         c1 = min(c0 + g.c_blocks, g.in_blocks)
         k = k0
         while k < k1:
-            product_tiles(g, point, c0, c1, group, k, lo, hi, k + 1 < k1)
+            ahead = filters_after(g, point, c0, c1, k, k0, k1)
+            product_tiles(g, point, c0, c1, group, k, lo, hi, &ahead, k + 1 < k1)
             k += 2
         c0 = c1
 

@@ -18,34 +18,14 @@ cdef void transform_gradients(Winograd* g, Batch* batch, Py_ssize_t k0, Py_ssize
                           tile.row, tile.col, g.m + t * g.m_tile + k * b, g.m_point)
 
 
-cdef void gradient_sum(const float* v, Py_ssize_t v_tile, const float* d, Py_ssize_t d_tile, Py_ssize_t tiles,
-                       float* du, Py_ssize_t du_block, bint first) noexcept nogil:
-    """`tile_sum_two` for TILE input channels, that asks for the next ones: nothing else fetches rows so far apart.
+cdef void gradient_tile_two(int width, const float* v, const float* d, Reduction* over, float* du,
+                            Py_ssize_t du_block, bint first) noexcept nogil:
+    tile_sum(width, v, 1, d, b, over, du, b, du_block, first, True)
 
-    The loop of one turn makes the innermost one unroll early (see simd.h).
-    """
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    cdef Py_ssize_t i
-    cdef int p, once
-    cdef float s
-    cdef vec w0, w1
-    if first:
-        tile_fill(a0, a1, NULL, True)
-    else:
-        tile_load(a0, a1, TILE, du, b, du_block, True)
-    for once in range(1):
-        for i in range(tiles):
-            prefetch(v + 2 * TILE - 1)
-            w0 = load(d)
-            w1 = load(d + b)
-            for p in range(TILE):
-                s = v[p]
-                a0[p] = a0[p] + w0 * s
-                a1[p] = a1[p] + w1 * s
-            v += v_tile
-            d += d_tile
-    tile_store(a0, a1, TILE, du, b, du_block, False, True)
+
+cdef void gradient_tile_one(int width, const float* v, const float* d, Reduction* over, float* du,
+                            Py_ssize_t du_block, bint first) noexcept nogil:
+    tile_sum(width, v, 1, d, b, over, du, b, du_block, first, False)
 
 
 cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi, bint first,
@@ -56,15 +36,16 @@ cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo,
     cdef float* du = g.du + (point * g.out_blocks + k) * channels * b
     cdef const float* v = g.v + point * g.v_point + lo * g.v_tile
     cdef const float* d = g.m + point * g.m_point + lo * g.m_tile + k * b
+    cdef Reduction over = one_loop(hi - lo, g.v_tile, g.m_tile)
+    over.next_step = g.v_tile
     for i in range(parts):
         c = tile_start(channels, parts, i)
         width = <int>(tile_start(channels, parts, i + 1) - c)
-        if two and width == TILE:
-            gradient_sum(v + c, g.v_tile, d, g.m_tile, hi - lo, du + c * b, channels * b, first)
-        elif two:
-            tile_sum_two(width, v + c, 1, g.v_tile, d, b, g.m_tile, hi - lo, du + c * b, b, channels * b, first)
+        over.next = v + c + width + TILE - 1          # the next channels of the same tiles
+        if two:
+            gradient_tile_two(width, v + c, d, &over, du + c * b, channels * b, first)
         else:
-            tile_sum_one(width, v + c, 1, g.v_tile, d, b, g.m_tile, hi - lo, du + c * b, b, channels * b, first)
+            gradient_tile_one(width, v + c, d, &over, du + c * b, channels * b, first)
 
 
 cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, Py_ssize_t k0,
