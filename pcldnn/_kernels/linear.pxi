@@ -8,13 +8,23 @@
 #    4096 floats, a multiple of the cache's set span, cannot evict one another.
 # c. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
-# d. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
+# d. A job is a group of at most `pairs` pairs of vectors; sums depend neither on how pairs are grouped nor on the blocking.
 
 cdef enum:
-    CHUNK = 256              # features summed per visit [elements]
-    SAMPLE_TILES = 20        # tiles of samples per visit
-    SAMPLES = 128            # samples summed per visit of a block of dweight
-    GROUP = 4                # most pairs of vectors of outputs that a job handles
+    PANEL = 65536            # most elements of a transposed panel: it lies on a thread's stack [elements]
+
+
+cdef struct LinearBlocks:    # how a pass is cut: `blocking` of its kernel
+    Py_ssize_t depth         # what a visit sums: features (forward), outputs (input gradient), samples (weight gradient)
+    int tiles                # register tiles of a visit: of samples; in the weight gradient of features
+    Py_ssize_t pairs         # most pairs of vectors of outputs (input gradient: of features) that a job handles
+
+
+cdef LinearBlocks linear_blocks(blocking, Py_ssize_t depth, Py_ssize_t count) except *:
+    """Checked, and cut to the sizes of the pass: `depth` to be summed, `count` samples or features to be tiled."""
+    cdef Py_ssize_t most = max(depth, 1), tiles = max(tiles_of(count), 1)
+    got, wanted, pairs = checks.blocking(blocking, (most, tiles, 1), checks.LINEAR_BLOCKING)
+    return LinearBlocks(depth=min(<Py_ssize_t>got, most), tiles=<int>min(<Py_ssize_t>wanted, tiles), pairs=pairs)
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
@@ -69,43 +79,45 @@ cdef void linear_tiles_of(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ss
 
 
 cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
-                        const float* bias, bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+                        const float* bias, bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1,
+                        const LinearBlocks* cut) noexcept nogil:
     """Output blocks k0..k1 (k0 even) of all samples."""
     cdef Py_ssize_t f0 = 0, f1, k
     cdef int t, tiles = tiles_of(N)
     while f0 < F:
-        f1 = min(f0 + CHUNK, F)
+        f1 = min(f0 + cut.depth, F)
         t = 0
         while t < tiles:
             k = k0
             while k < k1:
-                linear_tiles_of(packed, N, F, f0, f1, t, min(t + SAMPLE_TILES, tiles), w + (k * F + f0) * b, F * b,
+                linear_tiles_of(packed, N, F, f0, f1, t, min(t + cut.tiles, tiles), w + (k * F + f0) * b, F * b,
                                 y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
                                 k + 1 < k1)
                 k += 2
-            t += SAMPLE_TILES
+            t += cut.tiles
         f0 = f1
 
 
 cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
-                           Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
-    """Feature blocks c0..c1 (at most 2 * GROUP) of dx for all samples: see a. for the transposed panels."""
-    cdef float wt[2 * GROUP * CHUNK * b]
+                           Py_ssize_t c0, Py_ssize_t c1, const LinearBlocks* cut) noexcept nogil:
+    """Feature blocks c0..c1 (at most 2 * pairs) of dx for all samples: see a. for the transposed panels."""
+    cdef float wt[PANEL]
+    cdef Py_ssize_t depth = cut.depth
     cdef Py_ssize_t k0 = 0, k1, c, kb
     cdef int t, tiles = tiles_of(N)
     while k0 < KB * b:
-        k1 = min(k0 + CHUNK, KB * b)
+        k1 = min(k0 + depth, KB * b)
         for kb in range(k0 // b, k1 // b):
             for c in range(c0, c1):
-                transpose(w + (kb * F + c * b) * b, b, wt + ((c - c0) * CHUNK + kb * b - k0) * b)
+                transpose(w + (kb * F + c * b) * b, b, wt + ((c - c0) * depth + kb * b - k0) * b)
         t = 0
         while t < tiles:
             c = c0
             while c < c1:
-                linear_tiles_of(packed, N, KB * b, k0, k1, t, min(t + SAMPLE_TILES, tiles), wt + (c - c0) * CHUNK * b,
-                                CHUNK * b, dx + c * b, F, NULL, k0 == 0, False, c + 1 < c1)
+                linear_tiles_of(packed, N, KB * b, k0, k1, t, min(t + cut.tiles, tiles), wt + (c - c0) * depth * b,
+                                depth * b, dx + c * b, F, NULL, k0 == 0, False, c + 1 < c1)
                 c += 2
-            t += SAMPLE_TILES
+            t += cut.tiles
         k0 = k1
 
 
@@ -129,15 +141,15 @@ cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t
 
 
 cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* pairs, float* dw,
-                            Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+                            Py_ssize_t k0, Py_ssize_t k1, const LinearBlocks* cut) noexcept nogil:
     """Output blocks k0..k1 (k0 even) of dweight. `pairs` (KB/2, N, 2b) holds dy by pairs of blocks."""
     cdef Py_ssize_t n, n1, k
     cdef int t = 0, t1, tiles = tiles_of(F)
     while t < tiles:
-        t1 = min(t + CHUNK // TILE, tiles)
+        t1 = min(t + cut.tiles, tiles)
         n = 0
         while n < N:
-            n1 = min(n + SAMPLES, N)
+            n1 = min(n + cut.depth, N)
             k = k0
             while k < k1:
                 if k + 1 < k1:
@@ -149,9 +161,9 @@ cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, con
         t = t1
 
 
-cdef inline Py_ssize_t group_size(Py_ssize_t blocks, int num_threads) noexcept nogil:
-    """Blocks of a job: even, at most 2 * GROUP, and small enough to give every thread several jobs."""
-    return 2 * max(min(blocks // (8 * num_threads), GROUP), 1)
+cdef inline Py_ssize_t group_size(Py_ssize_t blocks, Py_ssize_t pairs, int num_threads) noexcept nogil:
+    """Blocks of a job: even, at most 2 * pairs, and small enough to give every thread several jobs."""
+    return 2 * max(min(blocks // (8 * num_threads), pairs), 1)
 
 
 def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
@@ -161,13 +173,22 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
                    bint relu=False,
                    float[::1] scratch=None,                  # TMP  linear_scratch_size(N, F, KB * b)
                    blocking=None, int num_threads=1):
-    """y = relu?(x weight' + bias). `blocking` is unused: the chunks suit every size."""
+    """y = relu?(x weight' + bias).
+
+    Parameters
+    ----------
+    blocking : (int, int, int), optional
+        Features summed per visit, tiles of samples per visit, most pairs of output vectors of a job;
+        `pcldnn.blocking` solves for all three. Default: all, all, 1.
+    """
+    cdef LinearBlocks cut
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = weight.shape[0], size, job
     cdef const float[::1] bias_view
     cdef const float* bias_ptr = NULL
     cdef float* packed
     checks.linear(dims(x), dims(weight), None if bias is None else bias.shape, dims(y), num_threads)
     checks.width("weight", weight.shape[2], b)
+    cut = linear_blocks(blocking, F, N)
     if N == 0 or KB == 0:
         return
     if bias is not None:
@@ -177,10 +198,10 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
     packed = start_of(scratch)
     with nogil:
         pack_samples(&x[0, 0], N, F, packed, num_threads)
-        size = group_size(KB, num_threads)
+        size = group_size(KB, cut.pairs, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
             forward_group(packed, N, F, &weight[0, 0, 0], KB, bias_ptr, relu, &y[0, 0], job * size,
-                          min((job + 1) * size, KB))
+                          min((job + 1) * size, KB), &cut)
 
 
 def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
@@ -188,22 +209,31 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
                       float[:, ::1] dx,                      # OUT  (N, F)
                       float[::1] scratch=None,               # TMP  linear_scratch_size(N, F, KB * b)
                       blocking=None, int num_threads=1):
-    """dx = dy weight. F must be a multiple of b."""
+    """dx = dy weight. F must be a multiple of b.
+
+    `blocking`: outputs summed per visit (a multiple of b), tiles of samples per visit, most pairs of vectors of
+    features of a job. Default: as many outputs as a panel of one pair holds, all samples, 1.
+    """
+    cdef LinearBlocks cut
     cdef Py_ssize_t N = dx.shape[0], F = dx.shape[1], KB = weight.shape[0], size, job
     cdef float* packed
     checks.linear(dims(dx), dims(weight), None, dims(dy), num_threads, names=("dx", "weight", "dy"))
     checks.width("weight", weight.shape[2], b)
     if F % b:
         raise ValueError(f"dx: got rows of {F} features, wanted a multiple of the SIMD width {b}")
+    cut = linear_blocks((min(max(KB, 1) * b, PANEL // (2 * b)), max(tiles_of(N), 1), 1) if blocking is None else blocking,
+                        max(KB, 1) * b, N)
+    checks.linear_panel(cut.depth, cut.pairs, b, PANEL)
     if N == 0 or F == 0:
         return
     scratch = scratch_of(scratch, linear_scratch_size(N, F, KB * b))
     packed = start_of(scratch)
     with nogil:
         pack_samples(&dy[0, 0], N, KB * b, packed, num_threads)
-        size = group_size(F // b, num_threads)
+        size = group_size(F // b, cut.pairs, num_threads)
         for job in prange((F // b + size - 1) // size, num_threads=num_threads, schedule="static"):
-            input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b))
+            input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b),
+                             &cut)
 
 
 def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
@@ -211,12 +241,18 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
                        float[:, :, ::1] dweight,             # OUT  (KB, F, b)
                        float[::1] scratch=None,              # TMP  linear_scratch_size(N, F, KB * b)
                        blocking=None, int num_threads=1):
-    """dweight[k, f] = sum over samples of dy[n, k] x[n, f]; zeros when N = 0."""
+    """dweight[k, f] = sum over samples of dy[n, k] x[n, f]; zeros when N = 0.
+
+    `blocking`: samples summed per visit, tiles of features per visit, most pairs of output vectors of a job.
+    Default: all, all, 1.
+    """
+    cdef LinearBlocks cut
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = dweight.shape[0], size, job, n, k
     cdef float* packed
     cdef float* pairs
     checks.linear(dims(x), dims(dweight), None, dims(dy), num_threads, names=("x", "dweight", "dy"))
     checks.width("dweight", dweight.shape[2], b)
+    cut = linear_blocks(blocking, N, F)
     if KB == 0 or F == 0:
         return
     if N == 0:
@@ -231,6 +267,7 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
             k = job // N
             n = job % N
             memcpy(pairs + job * 2 * b, &dy[0, 0] + (n * KB + 2 * k) * b, min(2, KB - 2 * k) * b * sizeof(float))
-        size = group_size(KB, num_threads)
+        size = group_size(KB, cut.pairs, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
-            weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB))
+            weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB),
+                              &cut)
