@@ -8,17 +8,24 @@
 #    4096 floats, a multiple of the cache's set span, cannot evict one another.
 # d. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
-# e. While a tile of vectors is computed, the micro-kernel asks for the weights that come next, a cache line at a time
-#    (`Ahead`): a minibatch of 64 takes as long to compute as the weights take to arrive, and so they do both at once.
-# f. A job is a group of at most GROUP pairs of vectors; sums do not depend on how pairs are grouped.
+# e. While a tile is computed, the micro-kernel asks for the weights that come next (`Ahead` in tile.pxi).
+# f. A job is a group of at most `pairs` pairs of vectors; sums depend neither on how pairs are grouped nor on the blocking.
 
 cdef enum:
-    CHUNK = 256              # features summed per visit [elements]
-    SAMPLE_TILES = 20        # tiles of samples per visit
-    SAMPLES = 128            # samples summed per visit of a block of dweight
-    GROUP = 4                # most pairs of vectors of outputs that a job handles
-    VECTORS = 16             # vectors of samples per visit of a group of dx
-    FEATURE_BLOCKS = 7       # most blocks of dx that a job handles: whole tiles where a tile is 14 features wide
+    SUMS = 65536             # most sums of a job of the input gradient: they lie on a thread's stack [elements]
+
+
+cdef struct LinearBlocks:    # how a pass is cut: `blocking` of its kernel, in the words of pcldnn.blocking.LinearBlocking
+    Py_ssize_t depth
+    int tiles
+    Py_ssize_t pairs
+
+
+cdef LinearBlocks linear_blocks(blocking, Py_ssize_t depth, Py_ssize_t tiles) except *:
+    """Checked, and cut to the sizes of the pass: `depth` to be summed, `tiles` at most. Default: all, and 1 pair."""
+    cdef Py_ssize_t most = max(depth, 1)
+    got, wanted, pairs = checks.blocking(blocking, (most, max(tiles, 1), 1), checks.LINEAR_BLOCKING)
+    return LinearBlocks(depth=min(<Py_ssize_t>got, most), tiles=<int>min(<Py_ssize_t>wanted, max(tiles, 1)), pairs=pairs)
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
@@ -69,29 +76,30 @@ cdef void linear_tiles_of(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ss
 
 
 cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
-                        const float* bias, bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+                        const float* bias, bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1,
+                        const LinearBlocks* cut) noexcept nogil:
     """Output blocks k0..k1 (k0 even) of all samples."""
     cdef Py_ssize_t f0 = 0, f1, k
     cdef int t, tiles = tiles_of(N)
     cdef Ahead ahead
     while f0 < F:
-        f1 = min(f0 + CHUNK, F)
+        f1 = min(f0 + cut.depth, F)
         t = 0
         while t < tiles:
             k = k0
             while k < k1:
-                ahead = weights_after(w, F, KB, f0, f1, k, k0, k1)
+                ahead = weights_after(w, F, KB, f0, f1, k, k0, k1, cut.depth)
                 ahead.calls = tiles
-                linear_tiles_of(packed, N, F, f0, f1, t, min(t + SAMPLE_TILES, tiles), w + (k * F + f0) * b, F * b,
+                linear_tiles_of(packed, N, F, f0, f1, t, min(t + cut.tiles, tiles), w + (k * F + f0) * b, F * b,
                                 y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
                                 &ahead, 0, k + 1 < k1)
                 k += 2
-            t += SAMPLE_TILES
+            t += cut.tiles
         f0 = f1
 
 
 cdef inline Ahead weights_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_ssize_t f0, Py_ssize_t f1,
-                                Py_ssize_t k, Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+                                Py_ssize_t k, Py_ssize_t k0, Py_ssize_t k1, Py_ssize_t depth) noexcept nogil:
     """The weights that follow features f0..f1 of the pair k: the next pair, chunk, or group."""
     cdef Py_ssize_t f = f0
     k += 2
@@ -102,7 +110,7 @@ cdef inline Ahead weights_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_
         f = 0
     if k >= KB:
         k = k0
-    return Ahead(start=w + (k * F + f) * b, distance=F * b, rows=min(2, KB - k), size=min(CHUNK, F - f) * b, calls=1)
+    return Ahead(start=w + (k * F + f) * b, distance=F * b, rows=min(2, KB - k), size=min(depth, F - f) * b, calls=1)
 
 
 cdef void pack_vectors(const float* dy, Py_ssize_t N, Py_ssize_t K, float* packed, int num_threads) noexcept nogil:
@@ -161,19 +169,19 @@ cdef void input_grad_tiles(const float* packed, Py_ssize_t K, const float* w, Py
 
 
 cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
-                           Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
-    """Feature blocks c0..c1 (at most FEATURE_BLOCKS) of dx for all samples: see b."""
-    cdef float sums[FEATURE_BLOCKS * b * VECTORS * b]
-    cdef Py_ssize_t count = (c1 - c0) * b, kb, v = 0, vectors
+                           Py_ssize_t c0, Py_ssize_t c1, const LinearBlocks* cut) noexcept nogil:
+    """Feature blocks c0..c1 of dx for all samples: see b."""
+    cdef float sums[SUMS]
+    cdef Py_ssize_t count = (c1 - c0) * b, depth = cut.depth // b, kb, v = 0, vectors
     while v * b < N:
-        vectors = min(VECTORS, (N + b - 1) // b - v)
+        vectors = min(cut.tiles, (N + b - 1) // b - v)
         kb = 0
         while kb < KB:
-            input_grad_tiles(packed + (v * KB + kb) * b * b, KB * b, w + (kb * F + c0 * b) * b,
-                             min(CHUNK // b, KB - kb), F, count, vectors, sums, kb == 0)
-            kb += CHUNK // b
+            input_grad_tiles(packed + (v * KB + kb) * b * b, KB * b, w + (kb * F + c0 * b) * b, min(depth, KB - kb), F,
+                             count, vectors, sums, kb == 0)
+            kb += depth
         unpack_vectors(sums, count, vectors, min(N - v * b, vectors * b), F, dx + v * b * F + c0 * b)
-        v += VECTORS
+        v += cut.tiles
 
 
 cdef void unpack_vectors(const float* sums, Py_ssize_t count, Py_ssize_t vectors, Py_ssize_t samples, Py_ssize_t F,
@@ -208,15 +216,15 @@ cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t
 
 
 cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* pairs, float* dw,
-                            Py_ssize_t k0, Py_ssize_t k1) noexcept nogil:
+                            Py_ssize_t k0, Py_ssize_t k1, const LinearBlocks* cut) noexcept nogil:
     """Output blocks k0..k1 (k0 even) of dweight. `pairs` (KB/2, N, 2b) holds dy by pairs of blocks."""
     cdef Py_ssize_t n, n1, k
     cdef int t = 0, t1, tiles = tiles_of(F)
     while t < tiles:
-        t1 = min(t + CHUNK // TILE, tiles)
+        t1 = min(t + cut.tiles, tiles)
         n = 0
         while n < N:
-            n1 = min(n + SAMPLES, N)
+            n1 = min(n + cut.depth, N)
             k = k0
             while k < k1:
                 if k + 1 < k1:
@@ -228,9 +236,9 @@ cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, con
         t = t1
 
 
-cdef inline Py_ssize_t group_size(Py_ssize_t blocks, int num_threads) noexcept nogil:
-    """Blocks of a job: even, at most 2 * GROUP, and small enough to give every thread several jobs."""
-    return 2 * max(min(blocks // (8 * num_threads), GROUP), 1)
+cdef inline Py_ssize_t group_size(Py_ssize_t blocks, Py_ssize_t pairs, int num_threads) noexcept nogil:
+    """Blocks of a job: even, at most 2 * pairs, and small enough to give every thread several jobs."""
+    return 2 * max(min(blocks // (8 * num_threads), pairs), 1)
 
 
 def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
@@ -240,13 +248,22 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
                    bint relu=False,
                    float[::1] scratch=None,                  # TMP  linear_scratch_size(N, F, KB * b)
                    blocking=None, int num_threads=1):
-    """y = relu?(x weight' + bias). `blocking` is unused: the chunks suit every size."""
+    """y = relu?(x weight' + bias).
+
+    Parameters
+    ----------
+    blocking : (int, int, int), optional
+        Features summed per visit, tiles of samples per visit, most pairs of output vectors of a job;
+        `pcldnn.blocking` solves for all three. Default: all, all, 1.
+    """
+    cdef LinearBlocks cut
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = weight.shape[0], size, job
     cdef const float[::1] bias_view
     cdef const float* bias_ptr = NULL
     cdef float* packed
     checks.linear(dims(x), dims(weight), None if bias is None else bias.shape, dims(y), num_threads)
     checks.width("weight", weight.shape[2], b)
+    cut = linear_blocks(blocking, F, tiles_of(N))
     if N == 0 or KB == 0:
         return
     if bias is not None:
@@ -256,10 +273,10 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
     packed = start_of(scratch)
     with nogil:
         pack_samples(&x[0, 0], N, F, packed, num_threads)
-        size = group_size(KB, num_threads)
+        size = group_size(KB, cut.pairs, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
             forward_group(packed, N, F, &weight[0, 0, 0], KB, bias_ptr, relu, &y[0, 0], job * size,
-                          min((job + 1) * size, KB))
+                          min((job + 1) * size, KB), &cut)
 
 
 def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
@@ -267,13 +284,20 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
                       float[:, ::1] dx,                      # OUT  (N, F)
                       float[::1] scratch=None,               # TMP  linear_scratch_size(N, F, KB * b)
                       blocking=None, int num_threads=1):
-    """dx = dy weight; zeros when KB = 0. F must be a multiple of b."""
+    """dx = dy weight; zeros when KB = 0. F must be a multiple of b.
+
+    `blocking`: outputs summed per visit (a multiple of b), vectors of b samples per visit, most blocks of b features
+    of a job. Default: all outputs, one vector, 1.
+    """
+    cdef LinearBlocks cut
     cdef Py_ssize_t N = dx.shape[0], F = dx.shape[1], KB = weight.shape[0], size, job
     cdef float* packed
     checks.linear(dims(dx), dims(weight), None, dims(dy), num_threads, names=("dx", "weight", "dy"))
     checks.width("weight", weight.shape[2], b)
     if F % b:
         raise ValueError(f"dx: got rows of {F} features, wanted a multiple of the SIMD width {b}")
+    cut = linear_blocks((max(KB, 1) * b, 1, 1) if blocking is None else blocking, max(KB, 1) * b, (N + b - 1) // b)
+    checks.linear_input_grad(cut.depth, cut.tiles, cut.pairs, b, SUMS)
     if N == 0 or F == 0:
         return
     if KB == 0:
@@ -283,9 +307,10 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
     packed = start_of(scratch)
     with nogil:
         pack_vectors(&dy[0, 0], N, KB * b, packed, num_threads)
-        size = max(min(F // b // (8 * num_threads), FEATURE_BLOCKS), 1)
+        size = cut.pairs
         for job in prange((F // b + size - 1) // size, num_threads=num_threads, schedule="static"):
-            input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b))
+            input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b),
+                             &cut)
 
 
 def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
@@ -293,12 +318,18 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
                        float[:, :, ::1] dweight,             # OUT  (KB, F, b)
                        float[::1] scratch=None,              # TMP  linear_scratch_size(N, F, KB * b)
                        blocking=None, int num_threads=1):
-    """dweight[k, f] = sum over samples of dy[n, k] x[n, f]; zeros when N = 0."""
+    """dweight[k, f] = sum over samples of dy[n, k] x[n, f]; zeros when N = 0.
+
+    `blocking`: samples summed per visit, tiles of features per visit, most pairs of output vectors of a job.
+    Default: all, all, 1.
+    """
+    cdef LinearBlocks cut
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = dweight.shape[0], size, job, n, k
     cdef float* packed
     cdef float* pairs
     checks.linear(dims(x), dims(dweight), None, dims(dy), num_threads, names=("x", "dweight", "dy"))
     checks.width("dweight", dweight.shape[2], b)
+    cut = linear_blocks(blocking, N, tiles_of(F))
     if KB == 0 or F == 0:
         return
     if N == 0:
@@ -313,6 +344,7 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
             k = job // N
             n = job % N
             memcpy(pairs + job * 2 * b, &dy[0, 0] + (n * KB + 2 * k) * b, min(2, KB - 2 * k) * b * sizeof(float))
-        size = group_size(KB, num_threads)
+        size = group_size(KB, cut.pairs, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
-            weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB))
+            weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB),
+                              &cut)

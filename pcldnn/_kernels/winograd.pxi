@@ -285,7 +285,8 @@ cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking)
     split(g.P, &g.rows, &g.row_rest)
     split(g.Q, &g.cols, &g.col_rest)
     tiles = g.images * (g.rows + (g.row_rest > 0)) * (g.cols + (g.col_rest > 0))
-    most, g.k_blocks, g.c_blocks, _ = (tiles, g.out_blocks, g.in_blocks, False) if blocking is None else blocking
+    most, g.k_blocks, g.c_blocks, _ = checks.blocking(blocking, (tiles, g.out_blocks, g.in_blocks, False),
+                                                      checks.WINOGRAD_BLOCKING)
     g.batches = max(-(-tiles // max(most, 1)), 1)
     g.tiles = -(-tiles // g.batches) + 3      # each of the four kinds is rounded
     g.k_blocks = min(g.k_blocks, g.out_blocks)
@@ -296,10 +297,11 @@ cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] 
                       tuple padding, bint relu, float[::1] scratch, blocking, int num_threads) except -1:
     cdef Winograd g
     cdef const float[::1] bias_view
-    cdef bint private = blocking is not None and blocking[3]
+    cdef bint private
     if x.shape[0] == 0 or y.shape[1] == 0 or y.shape[2] == 0 or y.shape[3] == 0:
         return 0
     winograd_arrays(&g, dims(x), dims(y), padding, blocking)
+    private = blocking is not None and blocking[3]
     g.bias = NULL
     if bias is not None:
         bias_view = bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn import blocking as solver
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, by_image
 from pcldnn.layers.parameter import Bias, Parameter
@@ -77,9 +78,14 @@ class Linear(Layer):
         return self.in_features * self.out_features
 
     def plan_pass(self, pass_name, plan, machine, threads):
-        sizes = plan.group_images, plan.input.padded_features, plan.output.padded_features
-        scratch = kernels.linear_scratch_size(*sizes)
-        return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch)
+        images, features, outputs = plan.group_images, plan.input.padded_features, plan.output.padded_features
+        if pass_name == "input_grad":
+            blocking = solver.linear_input_grad(images, features, machine, threads)
+        else:
+            summed, tiled = (features, images) if pass_name == "forward" else (images, features)
+            blocking = solver.linear(summed, tiled, outputs // machine.width, machine, threads)
+        scratch = kernels.linear_scratch_size(images, features, outputs)
+        return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch, blocking=blocking)
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
