@@ -83,11 +83,10 @@ def resolve_partitions(named, partitions: dict | None, ranks: int) -> dict[str, 
 
 def _nicknames(named) -> dict[str, list[str]]:
     """Names of layers by nickname."""
-    first = {"conv": 1, "fc": 6 if any(layer.aliasing == "view" for _, layer in named) else 1}
     found = {}
-    for kind in first:
+    for kind, first in (("conv", 1), ("fc", 6 if any(layer.aliasing == "view" for _, layer in named) else 1)):
         names = [name for name, layer in named if layer.nickname == kind]
-        found |= {f"{kind}{first[kind] + i}": [name] for i, name in enumerate(names)} | ({kind: names} if names else {})
+        found |= {f"{kind}{first + i}": [name] for i, name in enumerate(names)} | {kind: names}
     return found
 
 
