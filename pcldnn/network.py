@@ -179,8 +179,8 @@ class Network:
         training : bool
             False: only `forward` will be used.
         partitions, exact
-            As for `plan.plan`. With several ranks large fully connected layers may be split even if no partition is
-            given: see `is_split`.
+            As for `plan.plan`. With several ranks large layers may be split even if no partition is given: see
+            `is_split`.
 
         Raises
         ------
@@ -342,7 +342,7 @@ class Network:
             raise ValueError(
                 f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
                 f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are "
-                "exact (partitions={'fc': Partition(ranks, 1)} splits none)"
+                "exact (partitions={'conv': Partition(ranks, 1), 'fc': Partition(ranks, 1)} splits none)"
             )
         return counts
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import partial
 
 from pcldnn.grid import (
     activation_messages,
@@ -225,26 +226,22 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         name, layer = named[index]
         following = named[index + 1][1] if index + 1 < len(named) else None
         fused = following if following is not None and layer.absorbs(following) else None
-        partition = given.get(name) or _partition(layer, layout, machine.width, ranks, minibatch if training else None)
-        planned.append(layer.plan(
-            layout, images, machine, threads, index=index, name=name, fused=fused, partition=partition,
-            algorithm=algorithm, training=training, input_grad=any(before.parameters for before in planned),
-            pieces=pieces, piece_images=piece_images,
-        ))  # fmt: skip
-        layout = planned[-1].output
+        make = partial(
+            layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
+            training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
+            piece_images=piece_images,
+        )  # fmt: skip
+        made = make(partition=given.get(name, Partition(data=ranks)))
+        if training and name not in given:
+            chosen = choose_partition(made, minibatch)
+            made = made if chosen == made.partition else make(partition=chosen)
+        planned.append(made)
+        layout = made.output
         index += 2 if fused else 1
     return Plan(
         first, tuple(planned), minibatch, ranks, images, threads, machine, training, plan_buffers(planned, training),
         _messages(planned, minibatch, machine.width) if training else (), pieces,
     )  # fmt: skip
-
-
-def _partition(layer: Layer, input: Layout, width: int, ranks: int, minibatch: int | None) -> Partition:
-    """The grid of a layer for which none was given; data parallel when it is not to be trained."""
-    if minibatch is None or not layer.splittable or not input.flat:
-        return Partition(data=ranks)
-    outputs = layer.output_blocks(width)
-    return choose_partition(layer, input.padded_features, outputs, width, ranks, minibatch)
 
 
 def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Message, ...]:

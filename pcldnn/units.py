@@ -159,13 +159,13 @@ class ExactUnit(Unit):
         if not len(dy):
             return []
         shape = self.memory.input_grad[: len(dy)].shape
-        rows, block, first = by_image(dy), self.plan.output.block, self.output_leaves.start
+        rows, width, first = by_image(dy), self.plan.output.block_features, self.output_leaves.start
 
         def leaf(piece, flat):
             start, stop = (sum(self.output_pieces[first:end]) for end in (piece, piece + 1))
-            columns = self.memory.scratch["input_grad columns"][: len(dy) * (stop - start) * block]
-            columns = columns.reshape(len(dy), stop - start, 1, 1, block)
-            by_image(columns)[...] = rows[:, start * block : stop * block]
+            columns = self.memory.scratch["input_grad columns"][: len(dy) * (stop - start) * width]
+            columns = columns.reshape(len(dy), stop - start, *dy.shape[2:])
+            by_image(columns)[...] = rows[:, start * width : stop * width]
             self.plan.layer.compute_input_grad_of(self, columns, flat.reshape(shape), start, stop)
 
         size = int(np.prod(shape))
@@ -185,7 +185,7 @@ class SplitUnit:
         self.plan, self.name = placement.layer, placement.layer.name
         self.group_input = _shaped(memory.scratch["group input"], self.plan.input, self.plan.group_images)
         self.slice_grad = _shaped(memory.scratch.get("slice output_grad"), placement.part.output, self.plan.group_images)
-        self.widths = [cut * self.plan.output.block for cut in placement.cuts]
+        self.widths = [cut * self.plan.output.block_features for cut in placement.cuts]
         self.counts = ()  # images of each member in the last forward pass
 
     @property

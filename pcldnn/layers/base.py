@@ -74,7 +74,7 @@ class LayerPlan:
     @property
     def call_images(self) -> int:
         """Images for which blocking is chosen: it may decide the order of sums, so in exact mode not the rank's."""
-        return self.piece_images or self.images
+        return self.piece_images or self.group_images
 
     @property
     def group_images(self) -> int:
@@ -193,7 +193,8 @@ class Layer:
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
-    splittable = False  # ranks can share its outputs: it has `output_blocks`, `part` and `compute_input_grad_of`
+    splittable = False  # ranks can share its outputs: it has `compute_input_grad_of`
+    nickname = None  # "conv" or "fc": papers number such layers of a network
     spread = 1.0  # factor by which it raises the mean square of what it passes on
     weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
@@ -220,18 +221,6 @@ class Layer:
         """Whether this layer's kernel can apply the layer that follows as well."""
         return False
 
-    def output_blocks(self, block: int) -> int:
-        """Blocks of `block` outputs that a splittable layer has."""
-        raise NotImplementedError
-
-    def part(self, plan: LayerPlan, start: int, stop: int) -> LayerPlan:
-        """The plan of those of this layer's weights that make the output blocks start..stop-1.
-
-        Only layers that are `splittable` are asked. Blocked arrays have output blocks outermost, so a part of one is
-        contiguous.
-        """
-        raise NotImplementedError
-
     def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
         """Write y, padded lanes included (as zeros)."""
         raise NotImplementedError
@@ -249,6 +238,17 @@ class Layer:
         raise NotImplementedError
 
     # --- the same for all layers ---
+
+    def part(self, plan: LayerPlan, start: int, stop: int) -> LayerPlan:
+        """The plan of those of this layer's weights that make the output blocks start..stop-1.
+
+        Only layers that are `splittable` are asked. Blocked weights have output blocks outermost, so a part of them
+        is contiguous.
+        """
+        whole = plan.output
+        channels = min(stop * whole.block, whole.channels) - min(start * whole.block, whole.channels)
+        parameters = tuple(p.part(channels, stop - start, whole.channel_blocks) for p in plan.parameters)
+        return replace(plan, output=replace(whole, shape=(channels, *whole.shape[1:])), parameters=parameters)
 
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",

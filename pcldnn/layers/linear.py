@@ -42,6 +42,7 @@ class Linear(Layer):
     saves = frozenset({"input"})
     takes_unpadded = True
     splittable = True
+    nickname = "fc"
 
     def __post_init__(self):
         if self.in_features < 1 or self.out_features < 1:
@@ -58,21 +59,9 @@ class Linear(Layer):
         return Layout.vector(self.out_features, block)
 
     def parameters(self, input: Layout, block: int) -> tuple[Parameter, ...]:
-        return self._parameters(self.out_features, input, block)
-
-    def _parameters(self, outputs: int, input: Layout, block: int) -> tuple[Parameter, ...]:
-        array_shape = (blocks(outputs, block), input.padded_features, block)
-        weight = LinearWeight("weight", (outputs, self.in_features), array_shape, input)
-        return (weight, Bias.of(outputs, block)) if self.bias else (weight,)
-
-    def output_blocks(self, block):
-        return blocks(self.out_features, block)
-
-    def part(self, plan, start, stop):
-        block = plan.output.block
-        outputs = min(stop * block, self.out_features) - min(start * block, self.out_features)
-        parameters = self._parameters(outputs, plan.input, block)
-        return replace(plan, output=Layout.vector(outputs, block), parameters=parameters)
+        array_shape = (blocks(self.out_features, block), input.padded_features, block)
+        weight = LinearWeight("weight", (self.out_features, self.in_features), array_shape, input)
+        return (weight, Bias.of(self.out_features, block)) if self.bias else (weight,)
 
     def multiply_adds(self, input: Layout, output: Layout) -> int:
         return self.in_features * self.out_features
