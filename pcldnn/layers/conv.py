@@ -91,7 +91,9 @@ class Conv2d(Layer):
         called = replace(shape, N=plan.images)  # blocking may be for a piece of them: LayerPlan.call_images
         made = super().plan_pass(pass_name, plan, machine, threads)
         if uses_winograd(pass_name, shape, machine, chosen_algorithm(plan.algorithm)):
-            return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, machine, threads))
+            images = plan.call_images if pass_name == "weight_grad" else plan.images
+            planned = plan_winograd(pass_name, shape, machine, threads, images)
+            return replace(made, algorithm="winograd", **planned)
         weight_size = plan.parameters[0].array_size
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
@@ -183,16 +185,20 @@ def uses_winograd(pass_name: str, shape: ConvShape, machine, algorithm: str) -> 
     return algorithm == "winograd" or solver.winograd_pays(shape, machine)
 
 
-def plan_winograd(pass_name: str, shape: ConvShape, machine, threads: int) -> dict:
-    """Blocking and scratch of a pass: batches of tiles, behind the transformed filters (or their gradient)."""
+def plan_winograd(pass_name: str, shape: ConvShape, machine, threads: int, images: int | None = None) -> dict:
+    """Blocking and scratch of a pass: batches of tiles, behind the transformed filters (or their gradient).
+
+    `images`: of a call of the pass, if they are not those of `shape`, for which blocking is chosen.
+    """
     if pass_name == "input_grad":
         shape = solver.winograd_input_grad_shape(shape)
     if pass_name == "weight_grad":
         blocking = solver.winograd_weight_grad(shape, machine)
     else:
         blocking = solver.winograd_forward(shape, machine, threads)
+    called = replace(shape, N=shape.N if images is None else images)
     scratch = solver.winograd_filter_size(shape, machine)
-    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(shape, machine, blocking, threads)}
+    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(called, machine, blocking, threads)}
 
 
 def transformed_filters(unit, pass_name: str, out_blocks: int, in_blocks: int):
