@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcldnn.layers.base import LayerPlan
-from pcldnn.partition import Partition, block_shares, bounds, shard_sizes, share, shares, subtrees, tree_arrays
+from pcldnn.partition import Partition, block_shares, bounds, share, shares, subtrees, tree_arrays
 from pcldnn.scaling import best_grid
 
 PIECES = 8  # in exact mode, unless another number is asked for
@@ -130,6 +130,15 @@ def image_leaves(layer: LayerPlan) -> tuple[tuple[int, int], ...]:
     return tuple((place[ranks[0]][0], place[ranks[-1]][1]) for ranks in groups)
 
 
+def sums_stay(layer: LayerPlan) -> bool:
+    """Whether what each rank adds of a layer's weight gradient lies in the gradient's own place after the pass.
+
+    So it is without exact mode, and in it where each rank's pieces are one subtree: with 8 pieces for any number of
+    groups but 3. Elsewhere some partial sums lie in memory that the next pass uses.
+    """
+    return not layer.pieces or all(len(subtrees(*leaves)) < 2 for leaves in image_leaves(layer))
+
+
 def output_leaves(layer: LayerPlan) -> tuple[tuple[int, int], ...]:
     """Pieces of the outputs, start and stop, that each member of a group computes in exact mode."""
     members = layer.partition.model
@@ -174,15 +183,11 @@ def grid_arrays(layer: LayerPlan, training: bool) -> list[GridArray]:
 
 
 def _exact_arrays(layer: LayerPlan, part: LayerPlan) -> list[GridArray]:
-    """Partial sums of trees, one of them in the gradient's own place, and those that arrive from other ranks."""
+    """Partial sums of trees, one of them in the gradient's own place, and those of activations from other ranks."""
     arrays = []
     if layer.weight_grad:
-        leaves = image_leaves(layer)
-        shard = shard_sizes(part.parameter_size, layer.partition.data, part.output.block)[0]
-        arrays += [
-            GridArray("weight_grad sums", (_sums(leaves) - 1) * part.parameter_size, "weight_grad", "weight_grad"),
-            GridArray("weight_grad arrivals", _arrivals(leaves) * shard, "weight_grad", "weight_grad"),
-        ]
+        size = (_sums(image_leaves(layer)) - 1) * part.parameter_size
+        arrays.append(GridArray("weight_grad sums", size, "weight_grad", "weight_grad"))
     if layer.input_grad and layer.layer.splittable:
         leaves = output_leaves(layer)
         inputs = layer.input.padded_features

@@ -434,8 +434,6 @@ class Network:
             self.trace.compute(pass_name, unit.name, start, made.bytes * share, made.flop * share)
         if pass_name == "weight_grad" and self._overlap:
             self._overlap.gradients_ready(unit.name)
-        elif pass_name == "weight_grad":
-            self._weights.placements[unit.name].reduce(unit)
         return result
 
     def _learning_units(self) -> list[Unit]:

@@ -9,12 +9,14 @@ The communication thread executes commands in the order in which they come, so t
 (c) In the update, from the first layer to the last: what was held back of a layer's gradients, the update of its
     shard, its new weights. The next forward pass runs meanwhile, and waits for a layer only where it comes to it.
 (d) Small layers that follow each other are fused into one exchange of at least `FUSE`: latency is paid once.
+(e) Exact mode's partial sums that lie in memory of the arena (`grid.sums_stay`) are exchanged before backward goes on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pcldnn.grid import sums_stay
 from pcldnn.plan import Plan
 
 PIECE = 4 << 20  # [byte] of a whole array
@@ -50,6 +52,7 @@ class Schedule:
 
     backward: dict[str, tuple[Bundle, ...]]  # reduce-scatters, after the weight gradient of the layer
     update: tuple[Stage, ...]
+    awaited: frozenset[str] = frozenset()  # layers whose reduce-scatters end before backward goes on
 
 
 def schedule(plan: Plan, bandwidth: float = float("inf")) -> Schedule:
@@ -67,8 +70,11 @@ def schedule(plan: Plan, bandwidth: float = float("inf")) -> Schedule:
             count = max(1, -(-message.bytes // PIECE))
             parts[message.layer] = [Part(message.layer, i, count, message.bytes // count) for i in range(count)]
     learning = [layer for layer in plan.layers if layer.name in parts]
-    backward, held = _hold_back(_gradients(learning, parts), plan, bandwidth)
-    return Schedule(backward, tuple(_update(learning, parts, held)))
+    awaited = frozenset(layer.name for layer in learning if not sums_stay(layer))
+    found = _gradients([layer for layer in learning if layer.name not in awaited], parts)
+    backward, held = _hold_back(found, plan, bandwidth)
+    backward |= {name: tuple((part,) for part in parts[name]) for name in awaited}
+    return Schedule(backward, tuple(_update(learning, parts, held)), awaited)
 
 
 def _gradients(learning, parts) -> dict[str, list[Bundle]]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pcldnn.exchange import add_rows, gather_rows, reduce_tree, sum_leaves, to_images, to_slices
+from pcldnn.exchange import Tree, add_rows, gather_rows, reduce_trees, sum_leaves, to_images, to_slices
 from pcldnn.grid import image_leaves, member_part, output_cuts, output_leaves
 from pcldnn.layers.base import LayerPlan, Memory, StepContext, Unit, by_image
 from pcldnn.layout import aligned_zeros
 from pcldnn.partition import bounds, shard_sizes, shares
+from pcldnn.transfer import piece_spans
 
 
 class Placement:
@@ -83,13 +84,6 @@ class Placement:
         """Inverse of `gather_shard`, a copy."""
         return self.cut(whole)[self.own].copy()
 
-    def reduce(self, unit: Unit) -> None:
-        """Part-reduce of gradients: the sum over all images arrives in the owned shard."""
-        if self.layer.pieces:
-            unit.reduce_sums(self)
-        elif self.data.size > 1:
-            self.data.reduce_scatter(unit.gradients, self.shards)
-
     def unit(self, memory: Memory, threads: int) -> Unit:
         """The layer at run time. `memory` has what `grid.grid_arrays` lists in its scratch, by role."""
         kind = ExactUnit if self.layer.pieces else Unit
@@ -122,12 +116,12 @@ class ExactUnit(Unit):
         Output blocks of each piece.
     """
 
-    sums = ()
+    sums, counts = (), ()  # of the last weight gradient: partial sums, and images of each piece
 
     def weight_grad(self, dy: np.ndarray) -> None:
-        """Partial sums of gradients; `reduce_sums` completes them."""
+        """Partial sums of gradients; their `tree` completes them."""
         x, y, first = self.x, self.y, self.image_leaves.start
-        counts = self.step.piece_counts
+        counts = self.counts = self.step.piece_counts
 
         def leaf(piece, flat):
             rows = slice(sum(counts[first:piece]), sum(counts[first : piece + 1]))
@@ -138,15 +132,14 @@ class ExactUnit(Unit):
         if self.gradients.size:  # a member of a group may have no output at all
             buffers = [self.gradients, *self._buffers("weight_grad sums", self.gradients.size)]
             self.sums = sum_leaves(self.image_leaves, counts, leaf, buffers)
+        if all(array is None for _, array in self.sums):
+            self.gradients[...] = 0
         self.x, self.y, self.grad = x, y, self.plan.views(self.gradients)
 
-    def reduce_sums(self, placement: Placement) -> None:
-        """Add up the partial sums of all ranks: the owned shard of `gradients` is complete then."""
-        reduce_tree(
-            placement.data, self.sums, image_leaves(placement.layer), self.step.piece_counts, placement.shards,
-            self.memory.scratch.get("weight_grad arrivals"), self.gradients[placement.own],
-        )  # fmt: skip
-        self.sums = ()
+    def tree(self, placement: Placement, spans) -> Tree:
+        """Spans of the gradients, of each rank that shares them, from the partial sums of all."""
+        own = self.gradients[slice(*spans[placement.group])]
+        return Tree(self.sums, image_leaves(placement.layer), self.counts, spans, own)
 
     def input_grad(self, dy: np.ndarray) -> np.ndarray:
         if not self.plan.layer.splittable:
@@ -218,14 +211,13 @@ class SplitUnit:
             return dx
         sums = self.inner.input_sums(self._slice_grad())
         sizes = [count * self.plan.input.padded_features for count in self.counts]
-        reduce_tree(
-            model, sums, output_leaves(self.plan), self.inner.output_pieces, sizes,
-            self.memory.scratch.get("input_grad arrivals"), dx.reshape(-1),
-        )  # fmt: skip
+        spans, leaves = piece_spans(sizes), output_leaves(self.plan)
+        tree = Tree(sums, leaves, self.inner.output_pieces, spans, dx.reshape(-1))
+        reduce_trees(model, [tree], self.memory.scratch.get("input_grad arrivals"))
         return dx
 
-    def reduce_sums(self, placement: Placement) -> None:
-        self.inner.reduce_sums(placement)
+    def tree(self, placement: Placement, spans) -> Tree:
+        return self.inner.tree(placement, spans)
 
     def _slice_grad(self) -> np.ndarray:
         return self.slice_grad[: sum(self.counts)]

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Run a command on two ranks that see each other as two hosts, over a link of a given speed.
+"""Run a command on ranks of two emulated hosts, with a link of a given speed between them.
 
 Two network namespaces are joined by a pair of virtual interfaces (veth), each with a token bucket of `--rate` on what
-it sends. Rank 0 runs in one, rank 1 in the other, and MPI must use TCP between them. Nothing outside these namespaces
-is touched, and they are removed at the end, whatever happens.
+it sends. The first half of the ranks runs in one, the second in the other; MPI must use TCP between them, and takes
+each half for a node. Nothing outside these namespaces is touched, and they are removed at the end, whatever happens.
 
     sudo python scripts/emulated_cluster.py python scripts/train_vgg.py --steps 10 --trace trace.json
+    sudo python scripts/emulated_cluster.py --ranks-per-host 2 python scripts/exchange_benchmark.py
 
 Needs Linux, root, iproute2 (ip, tc) and the MPICH that comes from PyPI (pip install mpich). At the end the bytes that
 went over the link are printed, as the interfaces counted them.
@@ -24,10 +25,10 @@ from pathlib import Path
 
 # The launcher starts this once for each rank, in the namespace of the launcher, with the rank in the environment.
 ENTER = """#!/bin/sh
-case "$PMI_RANK" in
-  0) exec ip netns exec {first} "$@" ;;
-  *) exec ip netns exec {second} "$@" ;;
-esac
+if [ "$PMI_RANK" -lt {ranks} ]
+then exec ip netns exec {first} "$@"
+else exec ip netns exec {second} "$@"
+fi
 """
 ADDRESSES = ("10.219.77.1", "10.219.77.2")
 DEVICE = "pcldnn0"  # in both namespaces
@@ -87,19 +88,19 @@ def sent(name):
     return int(run("ip", "netns", "exec", name, "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"))
 
 
-def launch(names, command, timeout):
-    """Run `command` on a rank in each namespace; returns the exit code."""
+def launch(names, command, ranks, timeout):
+    """Run `command` on `ranks` ranks in each namespace; returns the exit code."""
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     with tempfile.TemporaryDirectory() as folder:
         enter = Path(folder) / "enter"
-        enter.write_text(ENTER.format(first=names[0], second=names[1]))
+        enter.write_text(ENTER.format(ranks=ranks, first=names[0], second=names[1]))
         enter.chmod(0o755)
         environment = {
-            **os.environ, "MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self",
-            "UCX_NET_DEVICES": DEVICE,
+            **os.environ, "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE,
+            "MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1",  # each host is a node
         }  # fmt: skip
-        process = subprocess.Popen([mpirun, "-n", "2", str(enter), *command], env=environment, start_new_session=True)
+        process = subprocess.Popen([mpirun, "-n", str(2 * ranks), str(enter), *command], env=environment, start_new_session=True)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -119,11 +120,14 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of the link, each way, as tc takes it (default %(default)s)")
     parser.add_argument("--burst", default="128kb", help="of the token bucket, as tc takes it (default %(default)s)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="[s] (default %(default)s)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each of the two ranks runs")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("a command is needed")
+    if args.ranks_per_host < 1:
+        parser.error(f"--ranks-per-host: got {args.ranks_per_host}, wanted at least 1")
     problem = missing()
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -131,9 +135,9 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the link is removed then, too
     with link(args.rate, args.burst) as names:
         print(f"two hosts, {args.rate} between them", flush=True)
-        code = launch(names, args.command, args.timeout)
+        code = launch(names, args.command, args.ranks_per_host, args.timeout)
         first, second = map(sent, names)
-        print(f"on the wire: {first / 1e6:,.2f} MB from rank 0, {second / 1e6:,.2f} MB from rank 1 (headers included)")
+        print(f"on the wire: {first / 1e6:,.2f} MB from the first host, {second / 1e6:,.2f} MB from the second (headers included)")
     return code
 
 

@@ -216,13 +216,18 @@ def tree(comm, folder):
     values = (random.standard_normal((16, 40)) * 10.0 ** random.integers(-6, 6, (16, 40))).astype(np.float32)
     sizes = random.integers(0, 2, 16).tolist()
     from pcldnn.partition import bounds, shard_sizes, share, tree_arrays
+    from pcldnn.transfer import piece_spans
     leaves = [share(16, comm.size, rank) for rank in range(comm.size)]
     own = leaves[comm.rank]
     buffers = [np.empty(40, np.float32) for _ in range(tree_arrays(*own))]
     sums = exchange.sum_leaves(range(*own), sizes, lambda leaf, out: np.copyto(out, values[leaf]), buffers)
     shards = shard_sizes(40, comm.size, 8)
     out = np.empty(shards[comm.rank], np.float32)
-    exchange.reduce_tree(comm, sums, leaves, sizes, shards, np.empty(16 * 40, np.float32), out)
+    pieces = [piece_spans(shards, index, 3) for index in range(3)]
+    starts = np.array([spans[comm.rank] for spans in pieces]) - sum(shards[: comm.rank])
+    trees = [exchange.Tree(sums, leaves, sizes, spans, out[slice(*own)]) for spans, own in zip(pieces, starts)]
+    for together in (trees[:1], trees[1:]):
+        exchange.reduce_trees(comm, together, np.empty(16 * 40, np.float32))
     total = np.empty(40, np.float32)
     total[slice(*bounds(shards, comm.rank))] = out
     comm.allgather(total, shards)
