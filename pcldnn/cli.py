@@ -43,7 +43,8 @@ def _parser():
     plan = commands.add_parser(
         "plan", help="shapes, parameters, flop and memory of a network on a number of ranks",
         description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. "
-                    "Nothing is allocated and no MPI is started, so any number of ranks can be asked for.",
+                    "Nothing is allocated (but by --tune) and no MPI is started, so any number of ranks can be "
+                    "asked for.",
         epilog="example: python -m pcldnn plan vgg_a --minibatch 256 --ranks 64")
     plan.add_argument("network", choices=NETWORKS)
     plan.add_argument("--minibatch", type=int, default=32, metavar="N",
@@ -58,6 +59,8 @@ def _parser():
     plan.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...",
                       help="grids of fully connected layers, as for the training scripts (default: what sends least)")
     plan.add_argument("--exact", action="store_true", help="plan exact mode: the same bits on any number of ranks")
+    plan.add_argument("--tune", action="store_true",
+                      help="time direct and Winograd convolution here, for the images of a rank, and plan the quicker")
     plan.add_argument("--inference", action="store_true", help="forward passes only")
     plan.set_defaults(run=_plan)
 
@@ -132,5 +135,5 @@ def _plan(args):
         options["classes" if shape is None else "num_classes"] = args.classes
     threads = args.threads or threads_per_rank(1)[0]
     print(build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,
-                                partitions=args.partition, exact=args.exact))
+                                partitions=args.partition, exact=args.exact, tune=args.tune))
     return 0

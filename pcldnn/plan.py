@@ -21,6 +21,7 @@ from pcldnn.grid import (
     resolve_partitions,
 )
 from pcldnn.layers.base import PASSES, Layer, LayerPlan
+from pcldnn.layers.conv import chosen_algorithm
 from pcldnn.layout import UNPADDED_CHANNELS, Layout
 from pcldnn.machine import Machine
 from pcldnn.memory import Buffer, plan_buffers
@@ -76,6 +77,16 @@ class Plan:
         return sum(layer.parameter_count for layer in self.layers)
 
     @property
+    def algorithms(self) -> dict[str, dict[str, str]]:
+        """The algorithm of each pass of each layer that computes."""
+        return {layer.name: layer.algorithms for layer in self.layers if layer.forward.flop}
+
+    @property
+    def tuned(self) -> dict[str, dict[str, str]]:
+        """Those of these that were found by timing (`tuning.py`); empty when the model chose."""
+        return {layer.name: dict(layer.tuned) for layer in self.layers if layer.tuned}
+
+    @property
     def arena_size(self) -> int:
         """Memory for all buffers [float32]."""
         return max(buffer.offset + buffer.size for buffer in self.buffers)
@@ -118,8 +129,7 @@ class Plan:
         }
         for layer in self.layers:
             shapes = ", ".join(f"{parameter.name} {parameter.shape}" for parameter in layer.parameters)
-            passes = [getattr(layer, name) for name in PASSES]
-            algorithms = "/".join(made.algorithm for made in passes if made)
+            algorithms = "/".join(layer.algorithms.values())
             fused = f" + {layer.fused!r}" if layer.fused else ""
             if self.pieces:
                 algorithms += f", {self.pieces} pieces"
@@ -178,7 +188,7 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 1, training: bool = True,
-         machine: Machine | None = None, algorithm: str | None = None,
+         machine: Machine | None = None, algorithm: str | None = None, tuned: dict[str, dict[str, str]] | None = None,
          partitions: dict[str, Partition] | None = None, exact: bool | int = False) -> Plan:  # fmt: skip
     """Plan a network's run.
 
@@ -198,6 +208,9 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
     algorithm : "auto", "direct" or "winograd", optional
         Of convolutions. By default what the environment variable PCLDNN_CONV says, else "auto": each pass of each
         layer is computed the way that the model of `blocking.py` finds faster. "winograd" means: wherever it can be.
+    tuned : dict of str to dict of str to str, optional
+        Algorithms by layer and pass, as `Plan.tuned` has them, in the place of the model's choice: what
+        `tuning.quicker` has timed. Nothing unless `algorithm` is "auto".
     partitions : dict of str to Partition, optional
         Grids of layers, by name or nickname (`grid.resolve_partitions`). Layers that are not named get the grid that
         sends least in training (`grid.choose_partition`).
@@ -216,6 +229,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
     machine = machine or Machine.detect()
     named = name_layers(layers)
     given = resolve_partitions(named, partitions, ranks)
+    tuned = _check_tuned(named, tuned or {}) if chosen_algorithm(algorithm) == "auto" else {}
     pieces = check_exact(exact, machine.target) if training else 0
     images = max(image_shares(minibatch, ranks, pieces))
     piece_images = image_shares(minibatch, pieces)[0] if pieces else 0
@@ -228,7 +242,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         fused = following if following is not None and layer.absorbs(following) else None
         make = partial(
             layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
-            training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
+            tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
             piece_images=piece_images,
         )  # fmt: skip
         made = make(partition=given.get(name, Partition(data=ranks)))
@@ -242,6 +256,17 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         first, tuple(planned), minibatch, ranks, images, threads, machine, training, plan_buffers(planned, training),
         _messages(planned, minibatch, machine.width) if training else (), pieces,
     )  # fmt: skip
+
+
+def _check_tuned(named, tuned: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The same; ValueError when there is no such layer, pass or algorithm."""
+    names = [name for name, _ in named]
+    for name, passes in tuned.items():
+        if name not in names or not set(passes) <= set(PASSES):
+            raise ValueError(f"tuned: got {name!r}: {passes!r}, wanted layers of {names} and passes of {PASSES}")
+        for algorithm in passes.values():
+            chosen_algorithm(algorithm)
+    return tuned
 
 
 def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Message, ...]:
@@ -318,12 +343,16 @@ def _table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _algorithms(layer: LayerPlan) -> str:
+def format_algorithms(algorithms: dict[str, str]) -> str:
     """"winograd", or where passes differ all of them in the order forward/weight_grad/input_grad."""
-    made = [getattr(layer, name).algorithm for name in PASSES if getattr(layer, name)]
+    made = list(algorithms.values())
+    return made[0] if len(set(made)) == 1 else "/".join(made)
+
+
+def _algorithms(layer: LayerPlan) -> str:
     if not layer.forward.flop:
         return ""
-    return made[0] if len(set(made)) == 1 else "/".join(made)
+    return format_algorithms(layer.algorithms) + (" (tuned)" if layer.tuned else "")
 
 
 def _shape(layout: Layout) -> str:

@@ -22,7 +22,7 @@ LEVELS = [
     ["hierarchy", "memory"],
     ["plan", "communicator"],
     ["exchange", "schedule"],
-    ["units"],
+    ["units", "tuning"],
     ["weights", "overlap"],
     ["network"],
     ["optim", "checkpoint", "data"],

@@ -62,9 +62,15 @@ class LayerPlan:
     algorithm: str | None = None  # that the user asks for; None leaves the choice to the model
     pieces: int = 0  # of the minibatch and of the outputs, added in a tree: exact mode; 0 adds as it comes
     piece_images: int = 0  # most images of such a piece
+    tuned: tuple[tuple[str, str], ...] = ()  # (pass, algorithm) where the choice is not the model's: `tuning.py`
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
+
+    @property
+    def algorithms(self) -> dict[str, str]:
+        """The algorithm of each pass that is made."""
+        return {name: getattr(self, name).algorithm for name in PASSES if getattr(self, name)}
 
     @property
     def saves(self) -> frozenset[str]:
@@ -253,7 +259,7 @@ class Layer:
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
         fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
-        algorithm: str | None = None,
+        algorithm: str | None = None, tuned: dict[str, str] | None = None,
         pieces: int = 0, piece_images: int = 0,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input` on each rank."""
@@ -264,8 +270,9 @@ class Layer:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
         parameters = self.parameters(input, block)
         plan = LayerPlan(
-            index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images
-        )
+            index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images,
+            tuple((tuned or {}).items()),
+        )  # fmt: skip
         made = {
             "forward": True,
             "weight_grad": training and bool(plan.parameters),

@@ -95,7 +95,8 @@ class Conv2d(Layer):
         )  # fmt: skip
         called = replace(shape, N=plan.group_images)  # blocking may be for a piece of them: LayerPlan.call_images
         made = super().plan_pass(pass_name, plan, machine, threads)
-        if uses_winograd(pass_name, shape, machine, chosen_algorithm(plan.algorithm)):
+        algorithm = dict(plan.tuned).get(pass_name) or chosen_algorithm(plan.algorithm)
+        if uses_winograd(pass_name, shape, machine, algorithm):
             planned = plan_winograd(pass_name, shape, called, machine, threads)
             return replace(made, algorithm="winograd", **planned)
         weight_size = plan.parameters[0].array_size // plan.output.channel_blocks * out_blocks
