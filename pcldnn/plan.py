@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pcldnn.grid import (
@@ -243,12 +243,14 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         make = partial(
             layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
             tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
-            piece_images=piece_images,
+            piece_images=piece_images, relu_input=layer.masks and training and bool(planned and planned[-1].fused),
         )  # fmt: skip
         made = make(partition=given.get(name, Partition(data=ranks)))
         if training and name not in given:
             chosen = choose_partition(made, minibatch)
             made = made if chosen == made.partition else make(partition=chosen)
+        if made.relu_input:
+            planned[-1] = replace(planned[-1], masked=True)
         planned.append(made)
         layout = made.output
         index += 2 if fused else 1

@@ -134,7 +134,7 @@ class Conv2d(Layer):
             )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused:
+        if unit.plan.fused and not unit.plan.masked:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
         made, scratch = unit.plan.weight_grad, unit.memory.scratch.get("weight_grad")
         if made.algorithm == "winograd":

@@ -87,7 +87,7 @@ class Linear(Layer):
         )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused:
+        if unit.plan.fused and not unit.plan.masked:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
         kernels.linear_weight_grad(
             by_image(unit.x), by_image(dy), unit.grad["weight"],
