@@ -45,7 +45,7 @@ class Trace:
     ----------
     events : deque of Event
     totals : dict
-        (kind, layer) -> [calls, seconds, bytes, flop] of the compute track, over the whole run.
+        (kind, layer) -> [calls, seconds, bytes, flop] of the compute track, since it was last emptied.
     dropped : int
         Events no longer kept.
     """
