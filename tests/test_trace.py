@@ -5,6 +5,8 @@ import json
 import pytest
 
 from pcldnn import trace
+from pcldnn._kernels import SIMD_WIDTH
+from pcldnn.layout import blocks
 from pcldnn.trace import COMMUNICATION, COMPUTE, WAIT, Event, RankTrace, Trace
 
 
@@ -38,7 +40,8 @@ def test_timeline_of_a_run(run_mpi, tmp_path, ranks):
         sent = [event for event in events if event["cat"] == "reduce_scatter"]
         assert all(event["tid"] == 1 for event in sent)
         total = sum(event["args"]["bytes"] for event in sent if event["pid"] == 0)
-        assert total == 3 * 4 * (64 * 304 + 304 + 304 * 8 + 8)  # whole SIMD vectors of 8
+        hidden, classes = (blocks(size, SIMD_WIDTH) * SIMD_WIDTH for size in (300, 3))
+        assert total == 3 * 4 * (64 * hidden + hidden + hidden * classes + classes)
         assert "the others waited most for rank" in result.stdout
         assert "classifier.0" in result.stdout
 
