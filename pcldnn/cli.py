@@ -57,7 +57,7 @@ def _parser():
     plan.add_argument("--channels", type=int, metavar="N", help="channels of the input (default 3)")
     plan.add_argument("--classes", type=int, metavar="N", help="number of outputs (default: the network's own)")
     plan.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...",
-                      help="grids of fully connected layers, as for the training scripts (default: what sends least)")
+                      help="grids of layers, as for the training scripts (default: what sends least)")
     plan.add_argument("--exact", action="store_true", help="plan exact mode: the same bits on any number of ranks")
     plan.add_argument("--tune", action="store_true",
                       help="time direct and Winograd convolution here, for the images of a rank, and plan the quicker")

@@ -39,8 +39,9 @@ def grids(comm):
     """Hybrid layers on a grid, and exact mode, with and without the thread."""
     schedule.PIECE, schedule.FUSE = 64 << 10, 4 << 10
     data = comm.size // 2 or 1
-    options = [{"partitions": {"classifier.0": Partition(data, comm.size // data)}}, {"exact": 4},
-               {"partitions": {"classifier.0": Partition(1, comm.size)}, "exact": 4}]  # fmt: skip
+    half, whole = Partition(data, comm.size // data), Partition(1, comm.size)
+    options = [{"partitions": {"classifier.0": half, "conv2": whole}}, {"exact": 4},
+               {"partitions": {"classifier.0": whole, "conv2": half}, "exact": 4}]  # fmt: skip
     rates = float("inf"), 1e5
     blocking = [train(comm, float("inf"), **option)[0] for option in options]
     comm.start_thread()
