@@ -58,6 +58,9 @@ def _parser():
     plan.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...",
                       help="grids of fully connected layers, as for the training scripts (default: what sends least)")
     plan.add_argument("--exact", action="store_true", help="plan exact mode: the same bits on any number of ranks")
+    plan.add_argument("--blocking", action="store_true",
+                      help="show also how each pass is cut for the caches, and the bytes per flop that this moves "
+                           "beside the machine's balance, which is measured")
     plan.add_argument("--inference", action="store_true", help="forward passes only")
     plan.set_defaults(run=_plan)
 
@@ -131,6 +134,10 @@ def _plan(args):
     if args.classes:
         options["classes" if shape is None else "num_classes"] = args.classes
     threads = args.threads or threads_per_rank(1)[0]
-    print(build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,
-                                partitions=args.partition, exact=args.exact))
+    machine = Machine.detect().measured() if args.blocking else None
+    plan = build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,
+                                 partitions=args.partition, exact=args.exact, machine=machine)
+    print(plan)
+    if args.blocking:
+        print(f"\n{plan.blocking_table()}")
     return 0

@@ -15,6 +15,7 @@ LEVELS = [
     ["_kernels"],  # arrays and integers only
     ["machine"],
     ["layout", "partition", "blocking"],
+    ["balance"],
     ["layers"],
     ["scaling"],
     ["launcher", "faults", "trace", "commthread", "transfer"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, by_image
@@ -84,9 +85,13 @@ class Linear(Layer):
             "input_grad": (outputs, images, features),
             "weight_grad": (images, features, outputs),
         }[pass_name]
-        blocking = solver.linear(summed, tiled, written // machine.width, machine, threads)
-        scratch = kernels.linear_scratch_size(images, features, outputs)
-        return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch, blocking=blocking)
+        sizes = summed, tiled, written // machine.width
+        blocking = solver.linear(*sizes, machine, threads)
+        return replace(
+            super().plan_pass(pass_name, plan, machine, threads), blocking=blocking,
+            scratch=kernels.linear_scratch_size(images, features, outputs),
+            traffic=balance.linear_traffic(*sizes, machine, blocking, pass_name == "weight_grad"),
+        )  # fmt: skip
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
