@@ -32,7 +32,7 @@ LEVELS = [
     ["train"],
     ["arguments"],
     ["script"],
-    ["replay"],
+    ["replay", "check"],
     ["cli"],
     ["__main__"],
 ]
