@@ -1,9 +1,9 @@
 """Balance of bytes and flops: what blockings cost, and the paper's search for the blocks that cost least.
 
-- `conv_traffic`, `weight_grad_traffic`, `winograd_traffic`, `linear_traffic` (`linear_input_grad_traffic`) predict the bytes that a pass moves
-  between the L2 caches and what lies behind them, for the blocking that `blocking.py` chose. Divided by the flop of the
-  pass and compared with the machine's balance (bytes a second over flop a second) they say whether the pass is bound by
-  compute or by memory, as in the balance equations of Das et al. 2016.
+- `conv_traffic`, `weight_grad_traffic`, `winograd_traffic`, `linear_traffic`, `linear_input_grad_traffic` predict the
+  bytes that a pass moves between the L2 caches and what lies behind them, for the blocking that `blocking.py` chose.
+  Divided by the flop of the pass and compared with the machine's balance (bytes a second over flop a second) they say
+  whether the pass is bound by compute or by memory, as in the balance equations of Das et al. 2016.
 - `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
   within a cache budget.
 
