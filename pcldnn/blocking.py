@@ -251,6 +251,7 @@ def _weight_grad_cycles(
 
 # --- fully connected layers ---------------------------------------------------------------------------------------
 
+MOST_FEATURE_BLOCKS = 64  # of a job: tiles of any width are full by then
 SUMS = 65536  # of a job of the input gradient: the kernel has no more room [elements]
 
 
@@ -309,7 +310,7 @@ def linear_input_grad(samples: int, features: int, machine: Machine, threads: in
         job = sum(_step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
         return ceil(ceil(blocks / size) / threads) * job
 
-    most = min(max(SUMS // (vectors * width**2), 1), blocks)
+    most = min(max(SUMS // (vectors * width**2), 1), blocks, MOST_FEATURE_BLOCKS)
     return LinearBlocking(depth, vectors, min(range(1, most + 1), key=cycles))
 
 
