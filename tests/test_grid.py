@@ -249,13 +249,14 @@ def test_partition_from_text():
             Partition.parse(text)
 
 
-def test_exact_mode_on_one_rank_is_the_same_gradient():
-    layers = [Conv2d(3, 9, 3), ReLU(), Flatten(), Linear(9 * 16, 21), ReLU(), Linear(21, 5)]
+@pytest.mark.parametrize("algorithm", ["direct", "winograd"])
+def test_exact_mode_on_one_rank_is_the_same_gradient(algorithm):
+    layers = [Conv2d(3, 9, 3, padding=1), Conv2d(9, 9, 3), ReLU(), Flatten(), Linear(9 * 16, 21), ReLU(), Linear(21, 5)]
     random = np.random.default_rng(0)
     images, labels = random.standard_normal((13, 3, 6, 6)).astype(np.float32), random.integers(0, 5, 13)
     results = []
     for exact in (False, True, 2):
-        network = Network(layers, (3, 6, 6))
+        network = Network(layers, (3, 6, 6), algorithm=algorithm)
         network.prepare(13, exact=exact)
         network._arena[:] = np.nan
         loss, _ = network.forward_loss(images, labels)

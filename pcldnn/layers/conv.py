@@ -91,7 +91,7 @@ class Conv2d(Layer):
         called = replace(shape, N=plan.images)  # blocking may be for a piece of them: LayerPlan.call_images
         made = super().plan_pass(pass_name, plan, machine, threads)
         if uses_winograd(pass_name, shape, machine, chosen_algorithm(plan.algorithm)):
-            return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, machine, threads))
+            return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine, threads))
         weight_size = plan.parameters[0].array_size
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
@@ -183,16 +183,20 @@ def uses_winograd(pass_name: str, shape: ConvShape, machine, algorithm: str) -> 
     return algorithm == "winograd" or solver.winograd_pays(shape, machine)
 
 
-def plan_winograd(pass_name: str, shape: ConvShape, machine, threads: int) -> dict:
-    """Blocking and scratch of a pass: batches of tiles, behind the transformed filters (or their gradient)."""
+def plan_winograd(pass_name: str, shape: ConvShape, called: ConvShape, machine, threads: int) -> dict:
+    """Blocking and scratch of a pass: batches of tiles, behind the transformed filters (or their gradient).
+
+    `called` is the shape with the images of a call. In exact mode blocking is for a piece of them, but only the weight
+    gradient is called by piece.
+    """
     if pass_name == "input_grad":
-        shape = solver.winograd_input_grad_shape(shape)
+        shape, called = map(solver.winograd_input_grad_shape, (shape, called))
     if pass_name == "weight_grad":
-        blocking = solver.winograd_weight_grad(shape, machine)
+        blocking, called = solver.winograd_weight_grad(shape, machine), shape
     else:
         blocking = solver.winograd_forward(shape, machine, threads)
     scratch = solver.winograd_filter_size(shape, machine)
-    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(shape, machine, blocking, threads)}
+    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(called, machine, blocking, threads)}
 
 
 def transformed_filters(unit, pass_name: str, out_blocks: int, in_blocks: int):
