@@ -6,6 +6,8 @@ Without a communication thread a command runs at once, so the schedule, and ever
 
 from __future__ import annotations
 
+import functools
+
 from pcldnn.schedule import schedule
 from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
@@ -37,6 +39,8 @@ class Overlap:
         self._gradients = {}  # layer -> the last Request that needs its gradients
         self._weights = {}  # layer -> the last Request that brings its weights
         self._held = set()  # bundles of gradients not submitted yet
+        for name, placement in placements.items():
+            placement.travel = functools.partial(self._travel, name)
 
     @property
     def layers(self):
@@ -101,6 +105,10 @@ class Overlap:
         """Wait until all weights are there."""
         for layer in list(self._weights):
             self.wait_weights(layer)
+
+    def _travel(self, layer, kind, size, function, *arguments):
+        """An exchange of activations, which the pass that asks for it waits for."""
+        self._wait(self._start(kind, (layer,), (size,), True, function, *arguments), layer)
 
     def _reduce_held(self, bundle):
         if bundle in self._held:

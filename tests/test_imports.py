@@ -18,7 +18,7 @@ LEVELS = [
     ["layers"],
     ["scaling"],
     ["launcher", "faults", "trace", "commthread", "transfer"],
-    ["shared", "serial", "grid"],
+    ["shared", "serial", "grid", "traffic"],
     ["memory"],
     ["plan", "communicator"],
     ["exchange", "schedule"],

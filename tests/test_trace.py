@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pcldnn import trace
+from pcldnn import trace, traffic
+from pcldnn._kernels import SIMD_WIDTH
 from pcldnn.trace import COMMUNICATION, COMPUTE, WAIT, Event, RankTrace, Trace
 
 
@@ -38,7 +39,8 @@ def test_timeline_of_a_run(run_mpi, tmp_path, ranks):
         sent = [event for event in events if event["cat"] == "reduce_scatter"]
         assert all(event["tid"] == 1 for event in sent)
         total = sum(event["args"]["bytes"] for event in sent if event["pid"] == 0)
-        assert total == 3 * 4 * (64 * 304 + 304 + 304 * 8 + 8)  # whole SIMD vectors of 8
+        hidden, classes = (-(-count // SIMD_WIDTH) * SIMD_WIDTH for count in (300, 3))  # whole SIMD vectors
+        assert total == 3 * 4 * (64 * hidden + hidden + hidden * classes + classes)
         assert "the others waited most for rank" in result.stdout
         assert "classifier.0" in result.stdout
 
@@ -70,10 +72,10 @@ def test_hidden_and_exposed_communication():
         sent = Event(COMMUNICATION, "reduce_scatter", ("a", "b"), start, 15.0, (300, 100), 0, 0)
         waited = Event(COMPUTE, WAIT, ("a",), 14.0, 15.5)
         ranks.append(RankTrace(rank, "host", [sent, waited], 0, 0.0))
-    layers, late = trace.traffic(ranks)
+    layers, late = traffic.traffic(ranks)
     assert layers["a"] == pytest.approx((300, 3.0, 0.75))
     assert layers["b"] == pytest.approx((100, 1.0, 0.25))
     assert late == {1: pytest.approx(1.0)}
-    lines = trace.summary(ranks, ["b", "a"], 1)
+    lines = traffic.summary(ranks, ["b", "a"], 1)
     assert lines[2].split() == ["b", "0.00", "1,000.00", "75", "%", "250.00", "ms"]
     assert "rank 1: 1,000.00 ms" in lines[-1]
