@@ -1,4 +1,4 @@
-"""Which part of which exchange is submitted at which point of a step: a pure value of the Plan, equal on all ranks.
+"""Which part of which exchange is submitted at which point of a step: a pure value of Plan and rates, equal on all ranks.
 
 The communication thread executes commands in the order in which they come, so this order is all there is to decide:
 
@@ -6,6 +6,7 @@ The communication thread executes commands in the order in which they come, so t
 (b) Large arrays go in pieces of `PIECE`. When the network is slower than compute, pieces of a large layer at the end
     of the network (FC6) are held back, so that those of an early layer, which the next forward pass needs first, are
     not stuck behind them: at each point no more is submitted than the network is expected to carry until the next.
+    How long that is comes from the first steps, on rank 0; before, from what the CPU can do at best.
 (c) In the update, from the first layer to the last: what was held back of a layer's gradients, the update of its
     shard, its new weights. The next forward pass runs meanwhile, and waits for a layer only where it comes to it.
 (d) Small layers that follow each other are fused into one exchange of at least `FUSE`: latency is paid once.
@@ -55,7 +56,7 @@ class Schedule:
     awaited: frozenset[str] = frozenset()  # layers whose reduce-scatters end before backward goes on
 
 
-def schedule(plan: Plan, bandwidth: float = float("inf")) -> Schedule:
+def schedule(plan: Plan, bandwidth: float = float("inf"), seconds: dict[str, float] | None = None) -> Schedule:
     """The schedule of a plan.
 
     Parameters
@@ -63,6 +64,9 @@ def schedule(plan: Plan, bandwidth: float = float("inf")) -> Schedule:
     plan : Plan
     bandwidth : float
         What the network carries from and to each rank [byte/s]; the same on all ranks. inf: nothing is held back.
+    seconds : dict of str to float, optional
+        Compute [s] behind each layer's weight gradient, up to the next one's, awaited layers left out; the same on all
+        ranks. Default: as much as the plan's work takes at the peak of the plan's machine.
     """
     parts = {}
     for message in plan.messages:
@@ -72,7 +76,7 @@ def schedule(plan: Plan, bandwidth: float = float("inf")) -> Schedule:
     learning = [layer for layer in plan.layers if layer.name in parts]
     awaited = frozenset(layer.name for layer in learning if not sums_stay(layer))
     found = _gradients([layer for layer in learning if layer.name not in awaited], parts)
-    backward, held = _hold_back(found, plan, bandwidth)
+    backward, held = _hold_back(found, plan, bandwidth, seconds or _least_seconds(plan, found))
     backward |= {name: tuple((part,) for part in parts[name]) for name in awaited}
     return Schedule(backward, tuple(_update(learning, parts, held)), awaited)
 
@@ -90,24 +94,25 @@ def _gradients(learning, parts) -> dict[str, list[Bundle]]:
     return found
 
 
-def _hold_back(found, plan: Plan, bandwidth: float):
+def _hold_back(found, plan: Plan, bandwidth: float, seconds: dict[str, float]):
     """What is submitted after each weight gradient, and what is left in the end."""
-    rate = plan.threads * (plan.machine.flops or FLOP_A_LANE * plan.machine.width)
-    work = _work_behind(plan, found)
+    # A rank keeps its own share of an array.
+    travels = {layer.name: 1 - 1 / layer.partition.data for layer in plan.layers}
     submitted, waiting, credit = {}, [], 0.0
     for name, bundles in found.items():
         waiting = [*bundles, *waiting]  # this layer's first: it comes before the others in the next forward pass
         # Time that the network idles is lost; time for which it has too much is carried over.
-        credit = min(credit, 0.0) + (work[name] / rate * bandwidth if bandwidth < float("inf") else bandwidth)
+        credit = min(credit, 0.0) + (seconds[name] * bandwidth if bandwidth < float("inf") else bandwidth)
         now = submitted[name] = []
         while waiting and (credit > 0 or not now):
             now.append(waiting.pop(0))
-            credit -= sum(part.bytes for part in now[-1])
+            credit -= sum(part.bytes * travels[part.layer] for part in now[-1])
     return {name: tuple(bundles) for name, bundles in submitted.items()}, waiting
 
 
-def _work_behind(plan: Plan, found) -> dict[str, int]:
-    """Work of this rank [flop] from each layer's weight gradient up to the next one's, and to the end of backward."""
+def _least_seconds(plan: Plan, found) -> dict[str, float]:
+    """Time [s] from each layer's weight gradient up to the next one's, and to the end of backward, at the CPU's peak."""
+    rate = plan.threads * (plan.machine.flops or FLOP_A_LANE * plan.machine.width)
     work, current = {}, None
     for layer in reversed(plan.layers):
         if current is not None and layer.weight_grad:
@@ -117,7 +122,7 @@ def _work_behind(plan: Plan, found) -> dict[str, int]:
             work[current] = 0
         if current is not None and layer.input_grad:
             work[current] += layer.input_grad.flop
-    return work
+    return {name: flop / rate for name, flop in work.items()}
 
 
 def _update(learning, parts, held):
