@@ -70,9 +70,11 @@ class Overlap:
     """
 
     def __init__(self, plan, units, placements, communicator, bandwidth=float("inf"), trace=None):
-        self.schedule = schedule(plan, bandwidth)
+        self._plan, self._bandwidth, self._seconds = plan, bandwidth, None
         self.trace = trace
-        self._plan, self._bandwidth = plan, bandwidth
+        self._change = None  # updates a layer in this backward pass; None: no layer yet
+        self._refused = lambda: False
+        self._make_schedule()
         self._pace = Pace()
         self._measured = None  # Request for the pace by which the next schedule is made
         self._communicator = communicator
@@ -89,13 +91,16 @@ class Overlap:
     @property
     def layers(self):
         """Names of the layers whose weights are exchanged."""
-        return {name for stage in self.schedule.update for name in stage.layers}
+        return set(self.schedule.backward)
 
-    def begin_backward(self):
-        """A new backward pass begins."""
+    def begin_backward(self, change=None):
+        """A new backward pass begins, in which `change(layer)` may update the shard that this rank owns."""
+        new = (self._change is None) != (change is None)
+        self._change = change
         if self._measured is not None:
-            self.schedule = schedule(self._plan, self._bandwidth, self._wait(self._measured, "control"))
-            self._measured = None
+            self._seconds, self._measured, new = self._wait(self._measured, "control"), None, True
+        if new:
+            self._make_schedule()
         self._held = {bundle for stage in self.schedule.update for bundle in stage.gradients}
 
     def gradients_ready(self, layer):
@@ -105,8 +110,10 @@ class Overlap:
         awaited = layer in self.schedule.awaited
         if not awaited:
             self._pace.mark(layer)
-        for bundle in self.schedule.backward[layer]:
+        stage = self.schedule.backward[layer]
+        for bundle in stage.gradients:
             self._reduce(bundle)
+        self._renew(stage, self._change)
         if awaited:
             self.wait_gradients(layer)
 
@@ -116,13 +123,22 @@ class Overlap:
         for stage in self.schedule.update:
             for bundle in stage.gradients:
                 self._reduce_held(bundle)
-            for layer in stage.layers:
-                self._weights[layer] = self._start("update", (layer,), (0,), False, change, layer)
-            for bundle in stage.weights:
-                request = self._start_parts("allgather", bundle)
-                self._weights.update((part.layer, request) for part in bundle)
-                self._gradients.update((part.layer, request) for part in bundle)
+            self._renew(stage, change)
+        self._refused = lambda: False
         self._follow_pace()
+
+    def _renew(self, stage, change):
+        """Update shards and send new weights, unless the step is refused by then: all ranks know that alike."""
+        refused = self._refused
+        for layer in stage.layers:
+            self._weights[layer] = self._start("update", (layer,), (0,), False, lambda name=layer: refused() or change(name))
+        for bundle in stage.weights:
+            request = self._start_parts("allgather", bundle)
+            self._weights.update((part.layer, request) for part in bundle)
+            self._gradients.update((part.layer, request) for part in bundle)
+
+    def _make_schedule(self):
+        self.schedule = schedule(self._plan, self._bandwidth, self._seconds, self._change is not None)
 
     def _follow_pace(self):
         """From time to time: have rank 0 tell its pace, by which all ranks will make the same schedule."""
@@ -131,10 +147,16 @@ class Overlap:
             pace = self._pace.take()
             self._measured = self._start("broadcast", ("control",), (8 * len(pace),), True, self._communicator.broadcast, pace)
 
-    def start_sum(self, array):
-        """Begin to add a small array over the ranks; returns a function that waits for it and gives it."""
+    def start_sum(self, array, refuses=None):
+        """Begin to add a small array over the ranks; returns a function that waits for it and gives it.
+
+        `refuses(sum)`: whether no weight is to be changed by this step.
+        """
         function = self._communicator.allreduce_sum
         request = self._start("allreduce", ("control",), (array.nbytes,), True, function, array)
+        if refuses is not None:
+            # Looked at by commands behind this one, so its result is there.
+            self._refused = lambda: refuses(request.wait())
         return lambda: self._wait(request, "control")
 
     def before(self, pass_name, layer):

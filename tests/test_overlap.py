@@ -1,5 +1,6 @@
 """The communication thread, the schedule of exchanges, and that neither changes a bit of what is learnt."""
 
+import collections
 import itertools
 import os
 import re
@@ -69,7 +70,7 @@ def test_waiting_leaves_the_core_to_compute():
 
 
 def bundles(made):
-    backward = [bundle for found in made.backward.values() for bundle in found]
+    backward = [bundle for stage in made.backward.values() for bundle in stage.gradients]
     return backward, [bundle for stage in made.update for bundle in stage.gradients]
 
 
@@ -86,13 +87,22 @@ def check(planned, made):
     ready = set()
     for layer in reversed(learning):
         ready.add(layer)
-        assert {part.layer for bundle in made.backward[layer] for part in bundle} <= ready
-    assert [name for stage in made.update for name in stage.layers] == learning
-    done = {part.layer for bundle in backward for part in bundle} - {p.layer for bundle in held for p in bundle}
-    for stage in made.update:
-        done |= {part.layer for bundle in stage.gradients for part in bundle if part.index == part.count - 1}
-        assert set(stage.layers) <= done
-        assert {part.layer for bundle in stage.weights for part in bundle} == set(stage.layers)
+        assert {part.layer for bundle in made.backward[layer].gradients for part in bundle} <= ready
+    left = collections.Counter(part.layer for part in parts)  # parts of gradients that have not come
+    came, updated = collections.Counter(), []  # parts of weights
+    for layer, stage in [*((name, made.backward[name]) for name in reversed(learning)), *((None, s) for s in made.update)]:
+        left.subtract(part.layer for bundle in stage.gradients for part in bundle)
+        assert not any(left[name] for name in stage.layers)
+        updated += stage.layers
+        weights = [part.layer for bundle in stage.weights for part in bundle]
+        came.update(weights)
+        assert set(weights) <= set(updated)
+        if layer is not None:  # in backward only what is behind the layer that computes
+            assert all(learning.index(name) > learning.index(layer) for name in (*weights, *stage.layers))
+    assert sorted(updated) == sorted(learning)
+    assert came == collections.Counter(part.layer for part in parts)
+    in_update = [name for stage in made.update for name in stage.layers]
+    assert in_update == [name for name in learning if name in in_update]
 
 
 @given(st.lists(st.integers(1, 3000), min_size=2, max_size=8), st.integers(2, 9), st.floats(1e3, 1e12))
@@ -100,11 +110,13 @@ def check(planned, made):
 def test_any_schedule_is_complete_and_in_order(widths, ranks, bandwidth):
     layers = [part for pair in itertools.pairwise(widths) for part in (Linear(*pair), Sigmoid())]
     planned = plan(layers, (widths[0],), 64, ranks)
-    for rate in (bandwidth, float("inf")):
-        made = schedule.schedule(planned, rate)
+    for rate, early in itertools.product((bandwidth, float("inf")), (False, True)):
+        made = schedule.schedule(planned, rate, None, early)
         check(planned, made)
-        assert made == schedule.schedule(planned, rate)
+        assert made == schedule.schedule(planned, rate, None, early)
+        assert early or not any(stage.layers for stage in made.backward.values())
     assert not bundles(made)[1]
+    assert len(made.update) <= 1  # the first layer's, and what shares its exchange
 
 
 def test_large_layers_at_the_end_do_not_block_the_first():
@@ -134,14 +146,16 @@ def test_exact_mode_overlaps_where_partial_sums_stay(ranks, pieces, awaited):
     layers = [Linear(50, 3000), Sigmoid(), Linear(3000, 2000), Sigmoid(), Linear(2000, 10)]
     grids = {"fc": Partition(ranks)}
     exact = plan(layers, (50,), 64, ranks, partitions=grids, exact=pieces)
-    made = schedule.schedule(exact, 1e6)
-    check(exact, made)
-    if awaited:
-        assert made.awaited == set(made.backward) and not bundles(made)[1]
-        assert all({part.layer for bundle in found for part in bundle} == {name} for name, found in made.backward.items())
-    else:
-        assert made == schedule.schedule(plan(layers, (50,), 64, ranks, partitions=grids), 1e6)
-        assert bundles(made)[1]
+    for early in (False, True):
+        made = schedule.schedule(exact, 1e6, None, early)
+        check(exact, made)
+        if awaited:
+            assert made.awaited == set(made.backward) and not bundles(made)[1]
+            assert all({part.layer for bundle in stage.gradients for part in bundle} == {name}
+                       for name, stage in made.backward.items())  # fmt: skip
+        else:
+            assert made == schedule.schedule(plan(layers, (50,), 64, ranks, partitions=grids), 1e6, None, early)
+            assert bundles(made)[1]
 
 
 @pytest.mark.parametrize("exact", [False, 8])
@@ -155,8 +169,9 @@ def test_the_pace_decides_what_is_held_back(exact):
     hidden = first.backward.keys() - first.awaited
     counts = []
     for seconds in (1e-3, 3.0, 1e3):
-        made = schedule.schedule(planned, 1e6, dict.fromkeys(hidden, seconds))
-        check(planned, made)
+        for early in (True, False):
+            made = schedule.schedule(planned, 1e6, dict.fromkeys(hidden, seconds), early)
+            check(planned, made)
         counts.append(len(bundles(made)[1]))
     assert counts[0] > counts[1] > counts[2] == 0
 
