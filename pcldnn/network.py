@@ -374,12 +374,16 @@ class Network:
         inside = np.clip(ends, 0, len(losses))
         return np.array([losses[start:stop].sum() for start, stop in pairwise(inside)])
 
-    def backward(self) -> None:
-        """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective."""
+    def backward(self, optimizer=None, epoch: float = 0.0) -> None:
+        """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective.
+
+        With an optimizer, the update of a layer may begin as soon as backward has passed it, if the network would
+        stand idle. `update` with the same arguments must follow, unless the step was refused (`start_sum`).
+        """
         step = self._started("backward")
         dy = self._output_grad[: len(step.sample_ids)]
         if self._overlap:
-            self._overlap.begin_backward()
+            self._overlap.begin_backward(optimizer and self._change(optimizer, epoch))
         for unit in reversed(self._units):
             if unit.plan.weight_grad:
                 self._run(unit, "weight_grad", dy)
@@ -394,32 +398,38 @@ class Network:
         is for the schedule of the learning rate. Returns before all is done when the communicator has a thread: the
         next forward pass, or whatever else needs the weights, waits for them (`finish`).
         """
-        running = self._training_plan("update")
+        self._training_plan("update")
         exchanged = self._overlap.layers if self._overlap else ()
-        units = {unit.name: unit for unit in self._learning_units()}
-
-        def change(name):
-            unit, own = units[name], self._weights.placements[name].own
-            # Beside compute's threads the communication thread is one more, not a team.
-            threads = 1 if name in exchanged and self.communicator.has_thread else running.threads
-            optimizer.update(name, unit.parameters[own], unit.gradients[own], epoch, threads)
-
+        change = self._change(optimizer, epoch)
         if self._overlap:
             self._overlap.update(change)
-        for unit in units.values():
+        for unit in self._learning_units():
             if unit.name not in exchanged:
                 start = clock()
                 change(unit.name)
                 if self.trace is not None:
                     self.trace.compute("update", unit.name, start, 5 * unit.gradients.nbytes)
 
-    def start_sum(self, array: np.ndarray):
-        """Begin to add a small array of numbers over the ranks, beside compute. Collective.
+    def _change(self, optimizer, epoch: float):
+        """A function that updates this rank's shard of a layer, by name."""
+        exchanged = self._overlap.layers if self._overlap else ()
+        units = {unit.name: unit for unit in self._learning_units()}
+
+        def change(name):
+            unit, own = units[name], self._weights.placements[name].own
+            # Beside compute's threads the communication thread is one more, not a team.
+            threads = 1 if name in exchanged and self.communicator.has_thread else self.prepared.threads
+            optimizer.update(name, unit.parameters[own], unit.gradients[own], epoch, threads)
+
+        return change
+
+    def start_sum(self, array: np.ndarray, refuses=None):
+        """Begin to add a small array of numbers over the ranks, beside compute, before `backward`. Collective.
 
         Returns a function that waits for the sum and gives it; whoever calls it before `update` may still refuse
-        the step.
+        the step. If backward is given the optimizer, `refuses(sum)` must tell it when that will be so.
         """
-        return self._overlap.start_sum(array) if self._overlap else lambda: array
+        return self._overlap.start_sum(array, refuses) if self._overlap else lambda: array
 
     def finish(self) -> None:
         """Wait until the last `update` is done on this rank."""

@@ -6,12 +6,51 @@ Without a communication thread a command runs at once, so the schedule, and ever
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from pcldnn.exchange import reduce_trees
 from pcldnn.schedule import schedule
 from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
+
+FIRST, AGAIN = 3, 100  # after so many steps, and then every so many, the schedule follows the pace that was measured
+
+
+class Pace:
+    """Measures the compute behind each layer's weight gradient, up to the next one's, waits left out.
+
+    Attributes
+    ----------
+    steps : int
+        Measured in all, the first one left out of the means: it touches memory for the first time.
+    """
+
+    def __init__(self):
+        self.steps = 0
+        self._seconds, self._counted = {}, 0
+        self._layer, self._since = None, 0.0
+
+    def mark(self, layer):
+        """The weight gradient of a layer is there; None: backward has ended."""
+        now = clock()
+        if self._layer is not None and self.steps > 0:
+            self._seconds[self._layer] = self._seconds.get(self._layer, 0.0) + now - self._since
+        self._layer, self._since = layer, now
+        if layer is None:
+            self._counted += self.steps > 0
+            self.steps += 1
+
+    def waited(self, seconds):
+        """Compute has stood still."""
+        self._since += seconds
+
+    def take(self):
+        """layer -> mean [s] since this was last called."""
+        means = {layer: seconds / max(self._counted, 1) for layer, seconds in self._seconds.items()}
+        self._seconds, self._counted = {}, 0
+        return means
 
 
 class Overlap:
@@ -31,8 +70,13 @@ class Overlap:
     """
 
     def __init__(self, plan, units, placements, communicator, bandwidth=float("inf"), trace=None):
-        self.schedule = schedule(plan, bandwidth)
+        self._plan, self._bandwidth, self._seconds = plan, bandwidth, None
         self.trace = trace
+        self._change = None  # updates a layer in this backward pass; None: no layer yet
+        self._refused = lambda: False
+        self._make_schedule()
+        self._pace = Pace()
+        self._measured = None  # Request for the pace by which the next schedule is made
         self._communicator = communicator
         self._units = {unit.name: unit for unit in units}
         self._placements = placements
@@ -41,39 +85,78 @@ class Overlap:
         self._weights = {}  # layer -> the last Request that brings its weights
         self._held = set()  # bundles of gradients not submitted yet
         self._arrivals = np.empty(0, np.float32)  # exact mode: others' partial sums of an exchange
+        for name, placement in placements.items():
+            placement.travel = functools.partial(self._travel, name)
 
     @property
     def layers(self):
         """Names of the layers whose weights are exchanged."""
-        return {name for stage in self.schedule.update for name in stage.layers}
+        return set(self.schedule.backward)
 
-    def begin_backward(self):
-        """A new backward pass begins."""
+    def begin_backward(self, change=None):
+        """A new backward pass begins, in which `change(layer)` may update the shard that this rank owns."""
+        new = (self._change is None) != (change is None)
+        self._change = change
+        if self._measured is not None:
+            self._seconds, self._measured, new = self._wait(self._measured, "control"), None, True
+        if new:
+            self._make_schedule()
         self._held = {bundle for stage in self.schedule.update for bundle in stage.gradients}
 
     def gradients_ready(self, layer):
         """The weight gradient of a layer is there: submit what the schedule has for this point."""
-        for bundle in self.schedule.backward.get(layer, ()):
+        if layer not in self.schedule.backward:
+            return
+        awaited = layer in self.schedule.awaited
+        if not awaited:
+            self._pace.mark(layer)
+        stage = self.schedule.backward[layer]
+        for bundle in stage.gradients:
             self._reduce(bundle)
-        if layer in self.schedule.awaited:
+        self._renew(stage, self._change)
+        if awaited:
             self.wait_gradients(layer)
 
     def update(self, change):
         """Submit the update of all layers: `change(layer)` updates the shard that this rank owns."""
+        self._pace.mark(None)
         for stage in self.schedule.update:
             for bundle in stage.gradients:
                 self._reduce_held(bundle)
-            for layer in stage.layers:
-                self._weights[layer] = self._start("update", (layer,), (0,), False, change, layer)
-            for bundle in stage.weights:
-                request = self._start_parts("allgather", bundle)
-                self._weights.update((part.layer, request) for part in bundle)
-                self._gradients.update((part.layer, request) for part in bundle)
+            self._renew(stage, change)
+        self._refused = lambda: False
+        self._follow_pace()
 
-    def start_sum(self, array):
-        """Begin to add a small array over the ranks; returns a function that waits for it and gives it."""
+    def _renew(self, stage, change):
+        """Update shards and send new weights, unless the step is refused by then: all ranks know that alike."""
+        refused = self._refused
+        for layer in stage.layers:
+            self._weights[layer] = self._start("update", (layer,), (0,), False, lambda name=layer: refused() or change(name))
+        for bundle in stage.weights:
+            request = self._start_parts("allgather", bundle)
+            self._weights.update((part.layer, request) for part in bundle)
+            self._gradients.update((part.layer, request) for part in bundle)
+
+    def _make_schedule(self):
+        self.schedule = schedule(self._plan, self._bandwidth, self._seconds, self._change is not None)
+
+    def _follow_pace(self):
+        """From time to time: have rank 0 tell its pace, by which all ranks will make the same schedule."""
+        held_back = self._communicator.has_thread and self._bandwidth < float("inf")
+        if held_back and (self._pace.steps == FIRST or self._pace.steps % AGAIN == 0):
+            pace = self._pace.take()
+            self._measured = self._start("broadcast", ("control",), (8 * len(pace),), True, self._communicator.broadcast, pace)
+
+    def start_sum(self, array, refuses=None):
+        """Begin to add a small array over the ranks; returns a function that waits for it and gives it.
+
+        `refuses(sum)`: whether no weight is to be changed by this step.
+        """
         function = self._communicator.allreduce_sum
         request = self._start("allreduce", ("control",), (array.nbytes,), True, function, array)
+        if refuses is not None:
+            # Looked at by commands behind this one, so its result is there.
+            self._refused = lambda: refuses(request.wait())
         return lambda: self._wait(request, "control")
 
     def before(self, pass_name, layer):
@@ -103,6 +186,10 @@ class Overlap:
         """Wait until all weights are there."""
         for layer in list(self._weights):
             self.wait_weights(layer)
+
+    def _travel(self, layer, kind, size, function, *arguments):
+        """An exchange of activations, which the pass that asks for it waits for."""
+        self._wait(self._start(kind, (layer,), (size,), True, function, *arguments), layer)
 
     def _reduce_held(self, bundle):
         if bundle in self._held:
@@ -168,5 +255,6 @@ class Overlap:
         return result
 
     def _waited(self, layer, start):
+        self._pace.waited(clock() - start)
         if self.trace is not None:
             self.trace.compute(WAIT, layer, start)

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from pcldnn import trace
+from pcldnn import trace, traffic
 from pcldnn.layers.base import PASSES
 from pcldnn.machine import measure_flops
 from pcldnn.trace import LIMIT, STEP, WAIT, Trace
@@ -62,10 +62,11 @@ class Recording:
         self._network.finish()
         ranks = trace.gather(self.trace, self._communicator)
         if self._communicator.rank == 0:
-            self._write(lambda: trace.write(self._path, ranks))
-            if self._communicator.size > 1:
+            several = self._communicator.size > 1
+            self._write(lambda: trace.write(self._path, ranks, findings=traffic.findings(ranks) if several else None))
+            if several:
                 order = [layer.name for layer in self._network.prepared.layers]
-                self._say(trace.summary(ranks, order, self._steps))
+                self._say(traffic.summary(ranks, order, self._steps))
         if self._profile:
             # All ranks measure the peak, as they have all computed.
             peak = measure_flops(self._network.prepared.threads)

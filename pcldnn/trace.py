@@ -1,12 +1,11 @@
-"""What happened when: events of a run on all ranks, a timeline for a trace viewer, and what it says of communication.
+"""What happened when: events of a run on all ranks, and a timeline for a trace viewer.
 
 A `Trace` collects the events of one rank, on two tracks: *compute* (layer passes, and the waits in which compute stands
 still) and *communication* (commands of the communication thread). At the end `write` gathers those of all ranks in one
 file in the JSON of Chrome and Perfetto (https://ui.perfetto.dev). Memory is bounded: of a long run the last events
-stay; sums over the whole run are kept beside them.
+stay; sums over the whole run are kept beside them. What a timeline says of communication: traffic.py.
 """
 
-import bisect
 import collections
 import contextlib
 import json
@@ -45,7 +44,8 @@ class Trace:
     ----------
     events : deque of Event
     totals : dict
-        (kind, layer) -> [calls, seconds, bytes, flop] of the compute track, since it was last emptied.
+        (kind, layer) -> [calls, seconds, bytes, flop] of the compute track, since it was last emptied; waits inside of
+        a call are not in its seconds.
     dropped : int
         Events no longer kept.
     """
@@ -54,6 +54,7 @@ class Trace:
         self.events = collections.deque(maxlen=limit)
         self.totals = {}
         self._added = self._commands = 0
+        self._inner = []  # waits since the last call that was none: (start, stop)
 
     @property
     def dropped(self):
@@ -63,8 +64,14 @@ class Trace:
         """A call that began at `start` and has just ended on the thread that computes."""
         stop = clock()
         self._add(Event(COMPUTE, kind, (layer,), start, stop, (bytes,), flop))
+        seconds = stop - start
+        if kind == WAIT:
+            self._inner.append((start, stop))
+        elif kind != STEP:
+            seconds -= sum(end - begin for begin, end in self._inner if begin >= start)
+            self._inner.clear()
         total = self.totals.setdefault((kind, layer), [0, 0.0, 0, 0])
-        for i, value in enumerate((1, stop - start, bytes, flop)):
+        for i, value in enumerate((1, seconds, bytes, flop)):
             total[i] += value
 
     def communicate(self, kind, layers, start, bytes=(), together=True):
@@ -99,8 +106,11 @@ def gather(trace, communicator):
     return communicator.allgather_object(own)
 
 
-def write(path, ranks, note=None):
-    """Write the timeline of the given RankTraces; the file is replaced as a whole, so it is always valid JSON."""
+def write(path, ranks, note=None, findings=None):
+    """Write the timeline of the given RankTraces; the file is replaced as a whole, so it is always valid JSON.
+
+    `note` and the dict `findings` go into its `otherData`.
+    """
     origin = min((event.start + each.offset for each in ranks for event in each.events), default=0.0)
     tracks = {COMPUTE: 0, COMMUNICATION: 1}
     events = []
@@ -119,7 +129,7 @@ def write(path, ranks, note=None):
                 "tid": tracks[event.track], "ts": round(1e6 * (event.start + each.offset - origin), 3),
                 "dur": round(1e6 * (event.stop - event.start), 3), "args": arguments,
             })  # fmt: skip
-    other = {"events_dropped": sum(each.dropped for each in ranks)}
+    other = {"events_dropped": sum(each.dropped for each in ranks), **(findings or {})}
     if note:
         other["note"] = note
     _replace(path, json.dumps({"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}))
@@ -151,104 +161,3 @@ def _boot_id():
             return file.read()
     except OSError:
         return socket.gethostname()
-
-
-# --- what the timeline says of communication -----------------------------------------------------------------------
-
-
-class Traffic(NamedTuple):
-    """Communication of one layer, mean over ranks and sum over the events kept."""
-
-    bytes: int
-    seconds: float  # from the moment at which the last rank was there
-    exposed: float  # part of it in which compute stood still [s]
-
-    @property
-    def hidden(self):
-        return self.seconds - self.exposed
-
-
-def traffic(ranks):
-    """Traffic by layer, and how long the others waited for each rank [s].
-
-    An exchange begins when the last rank begins it; what the others waited until then is that rank's doing, not the
-    network's. It is exposed while the compute track of its rank is in a wait, and hidden otherwise.
-    """
-    commands = collections.defaultdict(dict)
-    for each in ranks:
-        for event in each.events:
-            if event.number >= 0:
-                commands[event.number][each.rank] = event.start + each.offset, event, each
-    complete = [found for found in commands.values() if len(found) == len(ranks)]
-    waits = {each.rank: _union(e for e in each.events if e.kind == WAIT) for each in ranks}
-    layers, late = {}, collections.Counter()
-    for found in complete:
-        begin, last = max((start, rank) for rank, (start, _, _) in found.items())
-        late[last] += sum(begin - start for start, _, _ in found.values()) / max(len(ranks) - 1, 1)
-        for start, event, each in found.values():
-            span = (max(begin - each.offset, event.start), event.stop)
-            seconds, exposed = max(span[1] - span[0], 0.0), _overlap(span, waits[each.rank])
-            for layer, size in zip(event.layers, event.bytes):
-                part = size / max(sum(event.bytes), 1) / len(ranks)
-                before = layers.get(layer, Traffic(0, 0.0, 0.0))
-                layers[layer] = Traffic(before.bytes + size / len(ranks), before.seconds + seconds * part,
-                                        before.exposed + exposed * part)  # fmt: skip
-    return layers, late
-
-
-def summary(ranks, order, steps):
-    """Lines for the end of a run: communication by layer, hidden and exposed, and whom the others waited for.
-
-    Parameters
-    ----------
-    order : sequence of str
-        Layers, in the order in which they are to be listed.
-    steps : int
-        Steps of the run, for means.
-    """
-    layers, late = traffic(ranks)
-    if not layers:
-        return ["communication: none"]
-    rows = [("layer", "MB/step", "ms/step", "hidden", "exposed")]
-    listed = [name for name in order if name in layers] + [name for name in layers if name not in order]
-    total = Traffic(*map(sum, zip(*layers.values())))
-    for name, found in [*((name, layers[name]) for name in listed), ("all", total)]:
-        share = 100 * found.hidden / found.seconds if found.seconds else 100.0
-        exposed = 1e3 * found.exposed / max(steps, 1)
-        rows.append((name, f"{found.bytes / 1e6 / max(steps, 1):,.2f}", f"{1e3 * found.seconds / max(steps, 1):,.2f}",
-                     f"{share:.0f} %", f"{exposed:,.2f} ms"))  # fmt: skip
-    lines = ["communication (mean over ranks, from when the last rank was there):", *_table(rows)]
-    rank, seconds = late.most_common(1)[0]
-    lines.append(f"the others waited most for rank {rank}: {1e3 * seconds / max(steps, 1):,.2f} ms a step")
-    if dropped := sum(each.dropped for each in ranks):
-        lines.append(f"({dropped:,} older events are not counted)")
-    return lines
-
-
-def _table(rows):
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        yield "  " + "  ".join(cells)
-
-
-def _union(events):
-    """Disjoint (start, stop) in order."""
-    spans = []
-    for start, stop in sorted((event.start, event.stop) for event in events):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
-        else:
-            spans.append((start, stop))
-    return spans
-
-
-def _overlap(span, spans):
-    """Time that `span` shares with the disjoint `spans`, which are in order."""
-    first = max(bisect.bisect_right(spans, (span[0], 0.0)) - 1, 0)
-    shared = 0.0
-    for start, stop in spans[first:]:
-        if start >= span[1]:
-            break
-        shared += max(0.0, min(stop, span[1]) - max(start, span[0]))
-    return shared

@@ -367,13 +367,15 @@ class _Run:
                                                 batch.global_count)
         wants_stop = self.trainer._stop_reason is not None
         control = self.network.start_sum(
-            np.array([*self.network.piece_losses, not math.isfinite(loss_sum), wants_stop], np.float64))
-        self.network.backward()
+            np.array([*self.network.piece_losses, not math.isfinite(loss_sum), wants_stop], np.float64),
+            refuses=lambda sums: sums[-2] > 0)
+        epoch = self.step / self.steps_per_epoch
+        self.network.backward(self.optimizer, epoch)
         *losses, diverged, stop = control()
         loss = float(sum(losses)) / batch.global_count
         if diverged:
             self._diverged(loss, not math.isfinite(loss_sum))
-        self.network.update(self.optimizer, epoch=self.step / self.steps_per_epoch)
+        self.network.update(self.optimizer, epoch)
         self.step += 1
         self.result.losses.append(loss)
         record = {"step": self.step, "epoch": batch.epoch + 1, "loss": loss,

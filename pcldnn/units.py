@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pcldnn.exchange import Tree, add_rows, gather_rows, reduce_trees, sum_leaves, to_images, to_slices
-from pcldnn.grid import image_leaves, member_part, output_cuts, output_leaves
+from pcldnn.grid import activation_messages, image_leaves, member_part, output_cuts, output_leaves
 from pcldnn.layers.base import LayerPlan, Memory, StepContext, Unit, by_image
 from pcldnn.layout import aligned_zeros
 from pcldnn.partition import bounds, shard_sizes, shares
@@ -30,6 +30,9 @@ class Placement:
         Elements of the part's flat array that each rank of `data` owns.
     own : slice
         This rank's.
+    travel : callable
+        ``travel(kind, bytes, function, *arguments)`` makes an exchange of activations. The call itself, unless somebody
+        who keeps a record of them sets another one.
     """
 
     def __init__(self, layer: LayerPlan, communicator):
@@ -40,6 +43,7 @@ class Placement:
         self.part = member_part(layer, self.member)
         self.shards = shard_sizes(self.part.parameter_size, layer.partition.data, layer.output.block)
         self.own = slice(*bounds(self.shards, self.group))
+        self.travel = lambda kind, size, function, *arguments: function(*arguments)
 
     @property
     def is_split(self) -> bool:
@@ -193,31 +197,37 @@ class SplitUnit:
         ranks = self.plan.partition.group(self.placement.group)
         self.counts = step.counts[ranks.start : ranks.stop]
         rows = self.group_input[: sum(self.counts)]
-        gather_rows(self.placement.model, x, self.counts, rows)
+        self._travel("gather_inputs", gather_rows, x, self.counts, rows)
         columns = by_image(self.inner.forward(rows, step))
         y = self.memory.output[: len(x)]
-        to_images(self.placement.model, columns, self.counts, self.widths, by_image(y), self._staging("forward"))
+        self._travel("to_images", to_images, columns, self.counts, self.widths, by_image(y), self._staging("forward"))
         return y
 
     def weight_grad(self, dy: np.ndarray) -> None:
         columns = by_image(self._slice_grad())
-        to_slices(self.placement.model, by_image(dy), self.counts, self.widths, columns, self._staging("weight_grad"))
+        staging = self._staging("weight_grad")
+        self._travel("to_slices", to_slices, by_image(dy), self.counts, self.widths, columns, staging)
         self.inner.weight_grad(self._slice_grad())
 
     def input_grad(self, dy: np.ndarray) -> np.ndarray:
-        dx, model = self.memory.input_grad[: len(dy)], self.placement.model
+        dx = self.memory.input_grad[: len(dy)]
         if not self.plan.pieces:
-            add_rows(model, self.inner.input_grad(self._slice_grad()), self.counts, dx)
+            self._travel("add_input_grads", add_rows, self.inner.input_grad(self._slice_grad()), self.counts, dx)
             return dx
         sums = self.inner.input_sums(self._slice_grad())
         sizes = [count * self.plan.input.padded_features for count in self.counts]
         spans, leaves = piece_spans(sizes), output_leaves(self.plan)
         tree = Tree(sums, leaves, self.inner.output_pieces, spans, dx.reshape(-1))
-        reduce_trees(model, [tree], self.memory.scratch.get("input_grad arrivals"))
+        self._travel("add_input_grads", reduce_trees, [tree], self.memory.scratch.get("input_grad arrivals"))
         return dx
 
     def tree(self, placement: Placement, spans) -> Tree:
         return self.inner.tree(placement, spans)
+
+    def _travel(self, kind: str, function, *arguments) -> None:
+        """An exchange of activations between the members of the group."""
+        size = 4 * sum(activation_messages(self.plan, self.counts)[kind])
+        self.placement.travel(kind, size, function, self.placement.model, *arguments)
 
     def _slice_grad(self) -> np.ndarray:
         return self.slice_grad[: sum(self.counts)]

