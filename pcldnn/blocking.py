@@ -335,6 +335,7 @@ POINTS = 64  # of a tile of 6x6 outputs; smaller tiles use some of them
 CACHED_TILES = 48  # in flight while the transformed filters stay in L3
 LEAST_TILES, MOST_TILES = 64, 112  # otherwise: filters are read once per batch, so few tiles mean many bytes
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
+SUM_CHANNELS = 128  # added up from zero at most: the error grows with them (docs/numerics.md), and fewer cost time
 TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
 FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
 
@@ -344,7 +345,7 @@ class WinogradBlocking(NamedTuple):
 
     tiles: int  # in flight; in the weight gradient it sets the order of the sums
     k_blocks: int  # blocks of output channels whose products are held at a time
-    c_blocks: int  # blocks of summed channels per visit of the products
+    c_blocks: int  # blocks of summed channels per visit of the products, which sets the order of the sums, too
     private: bool  # each thread has batches of its own
 
 
@@ -377,6 +378,7 @@ def _winograd_blocking(shape: ConvShape, machine: Machine) -> tuple[WinogradBloc
     """Blocking without private batches, and whether the transformed filters stay in L3 (constants measured)."""
     in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
     c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
+    c_blocks = min(c_blocks, SUM_CHANNELS // machine.width)
     c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
     shared = machine.l3 or 8 * machine.l2
     cached = 8 * FLOAT * winograd_filter_size(shape, machine) <= shared

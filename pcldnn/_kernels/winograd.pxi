@@ -8,9 +8,15 @@
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
 # c. Either all threads share a batch, or each has its own (`private`): then V and M may stay in its L2.
+# d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products of
+#    `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
+
+cdef extern from "simd.h" nogil:
+    void tile_add(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
 
 cdef enum:
     CHUNK_TILES = 8          # tiles of a job of the transforms
+    SUM_CHANNELS = 128       # input channels added up from zero, where `blocking` does not say
 
 
 cdef struct Winograd:
@@ -113,14 +119,13 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
 
 cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv, Reduction* over,
                           float* y, Py_ssize_t yp, Py_ssize_t yv, bint first, bint two) noexcept nogil:
-    """One register tile: y = (or +=, unless `first`) the sum of outer products."""
+    """One register tile: y = (or +=, unless `first`) the sum of outer products (decision d)."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    if first:
-        tile_fill(a0, a1, NULL, two)
-    else:
-        tile_load(a0, a1, width, y, yp, yv, two)
+    tile_fill(a0, a1, NULL, two)
     run(0, width, a0, a1, x, xp, w, wv, over, two, True)
+    if not first:
+        tile_add(a0, a1, width, y, yp, yv, two)
     tile_store(a0, a1, width, y, yp, yv, False, two)
 
 
@@ -285,7 +290,7 @@ cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking)
     split(g.P, &g.rows, &g.row_rest)
     split(g.Q, &g.cols, &g.col_rest)
     tiles = g.images * (g.rows + (g.row_rest > 0)) * (g.cols + (g.col_rest > 0))
-    most, g.k_blocks, g.c_blocks, _ = checks.blocking(blocking, (tiles, g.out_blocks, g.in_blocks, False),
+    most, g.k_blocks, g.c_blocks, _ = checks.blocking(blocking, (tiles, g.out_blocks, SUM_CHANNELS // b, False),
                                                       checks.WINOGRAD_BLOCKING)
     g.batches = max(-(-tiles // max(most, 1)), 1)
     g.tiles = -(-tiles // g.batches) + 3      # each of the four kinds is rounded
