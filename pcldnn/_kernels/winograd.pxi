@@ -8,8 +8,8 @@
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
 # c. Either all threads share a batch, or each has its own (`private`): then V and M may stay in its L2.
-# d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products of
-#    `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
+# d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products
+#    of `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
 
 cdef extern from "simd.h" nogil:
     void tile_add(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
@@ -327,7 +327,8 @@ def winograd_forward(const float[:, :, :, :, ::1] x,         # IN   (N, CB, H, W
         Tiles of a batch, blocks of K whose products are held at a time, blocks of C per visit of the products,
         and whether each thread has batches of its own; `pcldnn.blocking.winograd_forward` solves for all four.
     """
-    checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads, kernel)
+    checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads,
+                            kernel)
     checks.width("x", x.shape[4], b)
     winograd_run(x, u, bias, y, padding, relu, scratch, blocking, num_threads, kernel)
 

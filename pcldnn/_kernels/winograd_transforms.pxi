@@ -8,8 +8,8 @@
 #    points: 0, +-P, +-R, infinity) or, for 5, of 6. The transforms are separable, so a tile may have unlike sizes.
 #    Each point has the scaling of the full tile: all tiles share the same transformed filters, and 14x14 outputs take
 #    20x20 products.
-# c. 5x5 filters have the same points and the same tiles of inputs, whose transform does not see the filter: a tile gives
-#    two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is that of
+# c. 5x5 filters have the same points and the same tiles of inputs, whose transform does not see the filter: a tile
+#    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is that of
 #    the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
 
 cdef extern from *:
@@ -137,7 +137,8 @@ cdef inline void filter_points(int taps, const float* w, Py_ssize_t in_step, flo
     store(out, S0 * w0)
     if taps == 5:
         w3, w4 = load(w + 3 * in_step), load(w + 4 * in_step)
-        store_pair(SP * w0 + (SP * P2) * w2 + (SP * P2 * P2) * w4, (SP * P1) * w1 + (SP * P1 * P2) * w3, out + step, step)
+        store_pair(SP * w0 + (SP * P2) * w2 + (SP * P2 * P2) * w4, (SP * P1) * w1 + (SP * P1 * P2) * w3,
+                   out + step, step)
         store_pair(SQ * w0 + SQ * w2 + SQ * w4, SQ * w1 + SQ * w3, out + 3 * step, step)
         store_pair(SR * w0 + (SR * R2) * w2 + (SR * R2 * R2) * w4, (SR * R1) * w1 + (SR * R1 * R2) * w3,
                    out + 5 * step, step)
@@ -268,7 +269,7 @@ cdef void gradient_tile(int mr, int mc, int taps, const float* dy, Py_ssize_t P,
 
 cdef void transform_filter(int taps, const float* w, float* u, Py_ssize_t u_point, bint input_grad,
                            bint stream) noexcept nogil:
-    """U of one block of filters (taps, taps, b, b); with `input_grad` rows and columns in reverse, channels transposed."""
+    """U of one block of filters (taps, taps, b, b); with `input_grad` flipped, channels transposed."""
     cdef float buffer[POINTS * b * b]
     cdef float t[40 * b]
     cdef float square[b * b]
