@@ -331,7 +331,7 @@ def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlo
 
 # --- Winograd convolution -----------------------------------------------------------------------------------------
 
-POINTS = 64  # of a tile of 6x6 outputs; smaller tiles use some of them
+POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters; smaller tiles use some of them
 CACHED_TILES = 48  # in flight while the transformed filters stay in L3
 LEAST_TILES, MOST_TILES = 64, 112  # otherwise: filters are read once per batch, so few tiles mean many bytes
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
@@ -350,27 +350,29 @@ class WinogradBlocking(NamedTuple):
 
 
 def winograd_fits(shape: ConvShape, machine: Machine) -> bool:
-    """Whether the Winograd kernels can compute a convolution: 3x3, stride 1, channels in blocks of the SIMD width."""
+    """Whether the Winograd kernels can compute a convolution: 3x3 or 5x5, stride 1, channels in blocks of a vector."""
     blocked = shape.lanes in (None, machine.width)
-    return (shape.R, shape.S, *shape.stride) == (3, 3, 1, 1) and blocked and max(shape.padding) <= 2
+    square = (shape.R, shape.S) in ((3, 3), (5, 5)) and shape.stride == (1, 1)
+    return square and blocked and max(shape.padding) < shape.R
 
 
 def winograd_input_grad_shape(shape: ConvShape) -> ConvShape:
     """The convolution of dy that the input gradient is."""
-    padding = (2 - shape.padding[0], 2 - shape.padding[1])
-    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, 3, 3, (1, 1), padding, shape.lanes)
+    padding = (shape.R - 1 - shape.padding[0], shape.S - 1 - shape.padding[1])
+    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, shape.R, shape.S, (1, 1), padding, shape.lanes)
 
 
-def _cut_in_tiles(size: int) -> tuple[int, int]:
-    """(tiles, points) along a dimension of `size` outputs: tiles of 6, and one of 2 or 4 for what remains."""
-    full = (size + 1) // 6
-    rest = max(ceil((size - 6 * full) / 2) * 2, 0)
-    return full + (rest > 0), 8 * full + (rest + 2 if rest else 0)
+def _cut_in_tiles(outputs: int, taps: int) -> tuple[int, int]:
+    """(tiles, points) along a dimension: tiles of 8 points, and one of 4 or 6 for what remains."""
+    step = 9 - taps
+    full = (outputs + 1) // step
+    rest = max(ceil((outputs - step * full) / 2) * 2, 0)
+    return full + (rest > 0), 8 * full + (rest + taps - 1 if rest else 0)
 
 
 def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
     """(tiles, products of a pair of channels) of all images."""
-    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P), _cut_in_tiles(shape.Q)
+    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P, shape.R), _cut_in_tiles(shape.Q, shape.S)
     return shape.N * rows * columns, shape.N * row_points * column_points
 
 
@@ -433,6 +435,6 @@ def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
     fill /= min(machine.tile[1], max(tiles, 1))  # few tiles leave the register tile empty
     winograd = steps * products * fill / PRODUCT_SHARE + TRANSFORM * products / POINTS * (in_blocks + out_blocks)
     winograd += FLOAT * winograd_filter_size(shape, machine) / FILTER_BYTES
-    rows = sum(len(taps) for taps in _taps(shape.P, 3, 1, shape.padding[0], shape.H))
-    columns = sum(len(taps) for taps in _taps(shape.Q, 3, 1, shape.padding[1], shape.W))
+    rows = sum(len(taps) for taps in _taps(shape.P, shape.R, 1, shape.padding[0], shape.H))
+    columns = sum(len(taps) for taps in _taps(shape.Q, shape.S, 1, shape.padding[1], shape.W))
     return winograd < steps * shape.N * rows * columns / DIRECT_SHARE
