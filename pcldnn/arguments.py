@@ -160,9 +160,10 @@ def _add_running(group):
     group.add_argument("--no-overlap", action="store_true",
                        help="exchange between compute, not beside it (the same result, to see what overlap is worth)")
     group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
-        "spread fully connected layers over D groups of M ranks, D times M being all ranks: each group takes a part of "
-        "the minibatch, each rank of it a part of the layer's weights. LAYER is a layer's name, fc6, fc7, ... (fc1, "
-        "... in a network without convolutions), or fc for all (default: what sends the fewest bytes)"))
+        "spread layers over D groups of M ranks, D times M being all ranks: each group takes a part of the minibatch, "
+        "each rank of it a part of the layer's weights, in whole blocks of output channels. LAYER is a layer's name, "
+        "conv1, conv2, ..., fc6, fc7, ... (fc1, ... in a network without convolutions), or conv or fc for all of them "
+        "(default: what sends the fewest bytes)"))
     group.add_argument("--exact", action="store_true", default=None, help=(
         "weights that are the same to the last bit on any number of ranks and threads and for any partition; slower"))
     group.add_argument("--tune", action=argparse.BooleanOptionalAction, help=(

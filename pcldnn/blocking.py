@@ -1,15 +1,14 @@
 """The balance-equation solver: how the loops of a layer are cut, from its shape and the machine's caches.
 
-Four things are solved here, by trying every candidate, as Das et al. 2016 do:
+Three things are solved here, by trying every candidate, as Das et al. 2016 do:
 
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
   cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
   bytes that pass between L2 and L1.
 - `linear` and `linear_input_grad` do so for the three passes of a fully connected layer.
 - `winograd_forward`, `winograd_weight_grad` do the same for Winograd convolution; `winograd_pays` compares the two.
-- `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
-  within a cache budget.
 
+What the solution costs in bytes per flop, and the paper's own search, are in `balance.py`.
 Everything is a pure function of its arguments. What can change a sum (`copies`, `across_images`, `c_blocks`) never
 depends on the number of threads.
 """
@@ -252,6 +251,7 @@ def _weight_grad_cycles(
 
 # --- fully connected layers ---------------------------------------------------------------------------------------
 
+MOST_FEATURE_BLOCKS = 64  # of a job: tiles of any width are full by then
 SUMS = 65536  # of a job of the input gradient: the kernel has no more room [elements]
 
 
@@ -269,12 +269,12 @@ def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int
     depth = _linear_depth(machine)
     pairs = _sizes(max(ceil(vectors / per_tile), 1))
     candidates = [LinearBlocking(depth, *c) for c in product(_sizes(max(ceil(tiled / tile), 1)), pairs)]
-    fitting = [c for c in candidates if linear_block_bytes(machine, c) <= machine.l2 // 2] or candidates[:1]
+    fitting = [c for c in candidates if _linear_block(machine, c) <= machine.l2 // 2] or candidates[:1]
     tiled = max(tiled, 1)  # a rank may have no images
     compute = summed * sum(_step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))
 
     def cycles(cut):  # of the thread with most jobs
-        from_l2, from_l3 = linear_traffic(summed, tiled, machine, cut)
+        from_l2, from_l3 = _linear_bytes(summed, tiled, machine, cut)
         starts = ceil(summed / cut.depth) * ceil(tiled / tile) * TILE_START
         job = cut.pairs * (compute + starts + from_l2 / L2_BYTES) + from_l3 / L3_BYTES
         return ceil(ceil(vectors / per_tile / cut.pairs) / threads) * job
@@ -310,18 +310,18 @@ def linear_input_grad(samples: int, features: int, machine: Machine, threads: in
         job = sum(_step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
         return ceil(ceil(blocks / size) / threads) * job
 
-    most = min(max(SUMS // (vectors * width**2), 1), blocks)
+    most = min(max(SUMS // (vectors * width**2), 1), blocks, MOST_FEATURE_BLOCKS)
     return LinearBlocking(depth, vectors, min(range(1, most + 1), key=cycles))
 
 
-def linear_block_bytes(machine: Machine, blocking: LinearBlocking) -> int:
+def _linear_block(machine: Machine, blocking: LinearBlocking) -> int:
     """Working set of a visit [byte]: packed samples, weights and sums of all pairs of a job."""
     depth, tiles, pairs = blocking
     samples, outputs = tiles * machine.tile[1], pairs * machine.tile[0] * machine.width
     return FLOAT * (samples * depth + outputs * depth + samples * outputs)
 
 
-def linear_traffic(summed: int, tiled: int, machine: Machine, blocking: LinearBlocking) -> tuple[int, int]:
+def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlocking) -> tuple[int, int]:
     """Bytes that pass from L2 to L1 for a pair of vectors, and from L3 to L2 for a job beside its weights."""
     outputs = machine.tile[0] * machine.width
     weights = outputs * summed * ceil(tiled / machine.tile[1] / blocking.tiles)  # for each block of tiles anew
@@ -434,79 +434,3 @@ def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
     rows = sum(len(taps) for taps in _taps(shape.P, 3, 1, shape.padding[0], shape.H))
     columns = sum(len(taps) for taps in _taps(shape.Q, 3, 1, shape.padding[1], shape.W))
     return winograd < steps * shape.N * rows * columns / DIRECT_SHARE
-
-
-# --- the paper's question -----------------------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """Sizes of a block of the seven loops: images, input and output channels, output rows and columns, filter."""
-
-    images: int
-    ifm: int
-    ofm: int
-    rows: int
-    columns: int
-    filter_rows: int
-    filter_columns: int
-
-
-def block_bytes(shape: ConvShape, block: Block) -> tuple[int, int, int]:
-    """Working set of a block [byte]: (input, weights, output), as derived from Das et al. 2016."""
-    rows = (block.rows - 1) * shape.stride[0] + block.filter_rows
-    columns = (block.columns - 1) * shape.stride[1] + block.filter_columns
-    return (
-        FLOAT * block.images * block.ifm * rows * columns,
-        FLOAT * block.ifm * block.ofm * block.filter_rows * block.filter_columns,
-        FLOAT * block.images * block.ofm * block.rows * block.columns,
-    )
-
-
-def bytes_per_flop(shape: ConvShape, block: Block, resident: str | None = None) -> float:
-    """Bytes that enter or leave the cache per flop of a block (derived; Das et al. 2016, balance equation).
-
-    Outputs are read and written. The array named `resident` ("input", "weights" or "output") stays in cache while
-    blocks that share it follow one another, and costs nothing.
-    """
-    read, weights, written = block_bytes(shape, block)
-    moved = {"input": read, "weights": weights, "output": 2 * written}
-    flop = 2 * block.images * block.ifm * block.ofm * block.rows * block.columns
-    flop *= block.filter_rows * block.filter_columns
-    return sum(cost for array, cost in moved.items() if array != resident) / flop
-
-
-def best_block(shape: ConvShape, budget: int = 128 * 1024, width: int = 8) -> tuple[Block, str, float]:
-    """The block of fewest bytes per flop whose working set fits `budget` [byte], over all block sizes.
-
-    Channels are cut in multiples of the SIMD width (or taken whole when there are fewer); the filter is never cut.
-    The default budget is the paper's, 128 KB a thread.
-
-    Returns
-    -------
-    (Block, resident array, bytes_per_flop [byte/flop])
-    """
-    ifms = [min(size * width, shape.C) for size in _sizes(ceil(shape.C / width))]
-    ofms = [min(size * width, shape.K) for size in _sizes(ceil(shape.K / width))]
-    best = None
-    for sizes in product(_sizes(max(shape.N, 1)), ifms, ofms, _sizes(shape.P), _sizes(shape.Q)):
-        block = Block(*sizes, shape.R, shape.S)
-        if sum(block_bytes(shape, block)) > budget:
-            continue
-        for resident in _can_stay(shape, block):
-            ratio = bytes_per_flop(shape, block, resident)
-            if best is None or ratio < best[2]:
-                best = (block, resident, ratio)
-    if best is None:
-        raise ValueError(f"budget: got {budget} bytes, which holds not even the smallest block of {shape}")
-    return best
-
-
-def _can_stay(shape: ConvShape, block: Block):
-    """Arrays that the next block can share: along a dimension that is cut, the array that does not have it stays."""
-    if block.ifm < shape.C:
-        yield "output"
-    if block.images < shape.N or block.rows < shape.P or block.columns < shape.Q:
-        yield "weights"
-    if block.ofm < shape.K:
-        yield "input"
-    yield None

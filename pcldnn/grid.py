@@ -10,16 +10,14 @@ keeps 1/M of its weights on each member of a group: those of a slice of its outp
                getting its own images'
 
 so layers of unlike Partition follow each other freely, and nothing but the layer itself knows that it is shared.
-A slice is a whole number of channel blocks: of a convolution with 40 output channels and a SIMD width of 16, the
-members of a group of 2 have 32 and 8.
-
 Slices of outputs rather than of inputs: a member's kernels, fused activation included, are those of an ordinary
 smaller layer, and a slice is contiguous in the blocked weights [the paper's volumes are those of this choice].
+A slice is whole channel blocks: of 40 output channels with a SIMD width of 16, two members have 32 and 8.
 
 Exact mode. The order of a sum decides its last bits, so every sum that ranks can share is made a tree over pieces
 whose number is fixed: the weight gradient over pieces of the minibatch, the gradient of a layer's inputs over pieces
-of its outputs. A rank computes whole pieces. All other sums (over channels, taps,
-features) lie within one kernel call, in an order that depends on neither the images around nor the slice.
+of its output channels. A rank computes whole pieces. All other sums (over input channels, taps, features) lie within
+one kernel call, in an order that depends on neither the images around nor the slice.
 
 Everything here is a pure function of numbers.
 """

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from pcldnn.balance import bound_by
 from pcldnn.grid import (
     activation_messages,
     check_exact,
@@ -143,6 +144,13 @@ class Plan:
         """SHA-256 of the description, hexadecimal."""
         return hashlib.sha256(json.dumps(self.description()).encode()).hexdigest()
 
+    def blocking_table(self) -> str:
+        """What the solver chose for each pass that computes, and what that moves, beside the machine's balance.
+
+        The machine must have rates (`Machine.measured`).
+        """
+        return _blocking_table(self)
+
     def __str__(self) -> str:
         return _table(self)
 
@@ -243,12 +251,14 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         make = partial(
             layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
             tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
-            piece_images=piece_images,
+            piece_images=piece_images, relu_input=layer.masks and training and bool(planned and planned[-1].fused),
         )  # fmt: skip
         made = make(partition=given.get(name, Partition(data=ranks)))
         if training and name not in given:
             chosen = choose_partition(made, minibatch)
             made = made if chosen == made.partition else make(partition=chosen)
+        if made.relu_input:
+            planned[-1] = replace(planned[-1], masked=True)
         planned.append(made)
         layout = made.output
         index += 2 if fused else 1
@@ -317,12 +327,7 @@ def _table(plan: Plan) -> str:
             format_bytes(FLOAT * buffer.size) if buffer else "in place",
         ))  # fmt: skip
     rows.append(("total", "", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:5], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[5:], widths[5:])]
-        lines.append("  ".join(left + right).rstrip())
+    lines = align(rows, 5)
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
     machine = f"{plan.machine.target} (SIMD width {plan.machine.width})"
@@ -341,6 +346,46 @@ def _table(plan: Plan) -> str:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
     lines.append(f"memory of a rank: {format_bytes(sum(memory.values()))} ({parts})")
     return "\n".join(lines)
+
+
+def align(rows, left: int) -> list[str]:
+    """Rows of cells as lines; the first `left` columns begin together, the others end together."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    ]
+
+
+def format_blocking(blocking) -> str:
+    """"c_blocks 4, rows 9": the fields of a blocking, of yes and no those that are yes."""
+    fields = blocking._asdict().items()
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in fields if value is not False)
+
+
+def _blocking_table(plan: Plan) -> str:
+    machine = plan.machine
+    if machine.balance is None:
+        raise ValueError(f"machine: got {machine.name!r} without rates, wanted one with flops and memory_bandwidth")
+    rows = [("layer", "kind", "pass", "algorithm", "blocking", "bytes/flop", "at least", "bound by")]
+    for layer in plan.layers:
+        for name in PASSES:
+            made = getattr(layer, name)
+            if made and made.blocking and made.flop:
+                rows.append((
+                    layer.name, str(layer), name, made.algorithm, format_blocking(made.blocking),
+                    f"{made.traffic / made.flop:.4f}", f"{made.bytes / made.flop:.4f}",
+                    bound_by(made.traffic, made.flop, machine.balance, made.algorithm),
+                ))  # fmt: skip
+    lines = align(rows, 5)
+    caches = ", ".join(f"{level.upper()} {getattr(machine, level) // 1024:,} KiB" for level in ("l1", "l2", "l3"))
+    threads = f"{plan.threads} thread{'s' * (plan.threads > 1)}"
+    rates = f"{machine.memory_bandwidth / 1e9:.1f} GB/s over {machine.cores} x {machine.flops / 1e9:.1f} Gflop/s"
+    head = [
+        f"blocking for {plan.images} images and {threads}, {machine.target}, {caches}",
+        f"balance of the machine: {rates} = {machine.balance:.4f} bytes/flop",
+    ]
+    return "\n".join([*head, lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def format_algorithms(algorithms: dict[str, str]) -> str:

@@ -188,6 +188,9 @@ def test_the_plan_chooses_grids_by_volume():
     assert {chosen[name] for name in convolutions} == {Partition(4, 1)}
     few = {layer.name: layer.partition for layer in models.vgg_a().plan(4, ranks=4).layers if layer.parameters}
     assert [few[name].model for name in convolutions] == [1, 1, 1, 1, 1, 1, 4, 4]
+    asked = models.vgg_a().plan(64, ranks=4, partitions={"conv8": Partition(1, 4), "conv": Partition(2, 2)})
+    asked = [str(layer.partition) for layer in asked.layers if layer.name in convolutions]
+    assert asked == ["2x2"] * 7 + ["1x4"]
     assert plan([Linear(40, 30), ReLU(), Linear(30, 10)], (40,), 64, ranks=4).layers[0].partition == Partition(4, 1)
     whole = models.vgg_a().plan(64, ranks=4, partitions={"fc": Partition(4, 1)})
     assert sum(m.bytes for m in made.messages) < 0.25 * sum(m.bytes for m in whole.messages)

@@ -15,6 +15,7 @@ LEVELS = [
     ["_kernels"],  # arrays and integers only
     ["machine"],
     ["layout", "partition", "blocking"],
+    ["balance"],
     ["layers"],
     ["scaling"],
     ["launcher", "nodes", "faults", "trace", "commthread", "transfer"],
@@ -31,7 +32,7 @@ LEVELS = [
     ["train"],
     ["arguments"],
     ["script"],
-    ["replay"],
+    ["replay", "check"],
     ["cli"],
     ["__main__"],
 ]

@@ -44,6 +44,7 @@ class PassPlan:
     bytes: int = 0  # that must move at least: every array once [byte]
     scratch: int = 0  # float32 elements of working memory
     blocking: object = None  # cache blocks; None leaves them to the kernel
+    traffic: int = 0  # that moves with this blocking between L2 and what lies behind it, by the model of balance.py [byte]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class LayerPlan:
     pieces: int = 0  # of the minibatch and of the outputs, added in a tree: exact mode; 0 adds as it comes
     piece_images: int = 0  # most images of such a piece
     tuned: tuple[tuple[str, str], ...] = ()  # (pass, algorithm) where the choice is not the model's: `tuning.py`
+    relu_input: bool = False  # the input gradient is to be that of the ReLU before this layer as well
+    masked: bool = False  # the layer after this one does so for `fused`
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -198,6 +201,7 @@ class Layer:
 
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
+    masks = False  # its input gradient can be that of a ReLU before it as well
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
     splittable = False  # ranks can share its outputs: it has `compute_input_grad_of`
     nickname = None  # "conv" or "fc": papers number such layers of a network
@@ -260,7 +264,7 @@ class Layer:
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
         fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
         algorithm: str | None = None, tuned: dict[str, str] | None = None,
-        pieces: int = 0, piece_images: int = 0,
+        pieces: int = 0, piece_images: int = 0, relu_input: bool = False,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input` on each rank."""
         block = machine.width
@@ -271,7 +275,7 @@ class Layer:
         parameters = self.parameters(input, block)
         plan = LayerPlan(
             index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images,
-            tuple((tuned or {}).items()),
+            tuple((tuned or {}).items()), relu_input,
         )  # fmt: skip
         made = {
             "forward": True,

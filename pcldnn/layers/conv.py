@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
@@ -97,23 +98,29 @@ class Conv2d(Layer):
         made = super().plan_pass(pass_name, plan, machine, threads)
         algorithm = dict(plan.tuned).get(pass_name) or chosen_algorithm(plan.algorithm)
         if uses_winograd(pass_name, shape, machine, algorithm):
-            planned = plan_winograd(pass_name, shape, called, machine, threads)
-            return replace(made, algorithm="winograd", **planned)
+            made = replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine, threads))
+            if pass_name == "input_grad":
+                called = solver.winograd_input_grad_shape(called)
+            traffic = balance.winograd_traffic(called, machine, made.blocking, pass_name == "weight_grad")
+            return replace(made, traffic=traffic)
         weight_size = plan.parameters[0].array_size // plan.output.channel_blocks * out_blocks
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
             scratch = solver.pack_size(called, machine) if blocking.across_images else 0
+            traffic = balance.conv_traffic(called, machine, blocking)
         elif pass_name == "input_grad":
             blocking, scratch = solver.conv_input_grad(shape, machine), weight_size  # the transposed filters
             if blocking.across_images:
                 scratch += solver.pack_size(solver.gradient_shape(called), machine)
+            traffic = balance.conv_traffic(solver.gradient_shape(called), machine, blocking) + 2 * 4 * weight_size
         else:
             blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
             if blocking.across_images:
                 outputs = out_blocks * plan.output.block_features
                 scratch += plan.call_images * (plan.input.padded_features + outputs)
-        return replace(made, blocking=blocking, scratch=scratch)
+            traffic = balance.weight_grad_traffic(called, machine, blocking)
+        return replace(made, blocking=blocking, scratch=scratch, traffic=traffic)
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
@@ -134,7 +141,7 @@ class Conv2d(Layer):
             )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused:
+        if unit.plan.fused and not unit.plan.masked:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
         made, scratch = unit.plan.weight_grad, unit.memory.scratch.get("weight_grad")
         if made.algorithm == "winograd":

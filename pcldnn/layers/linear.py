@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, by_image
@@ -70,11 +71,16 @@ class Linear(Layer):
         images, features, outputs = plan.group_images, plan.input.padded_features, plan.output.padded_features
         if pass_name == "input_grad":
             blocking = solver.linear_input_grad(images, features, machine, threads)
+            traffic = balance.linear_input_grad_traffic(images, features, outputs, machine, blocking)
         else:
             summed, tiled = (features, images) if pass_name == "forward" else (images, features)
-            blocking = solver.linear(summed, tiled, outputs // machine.width, machine, threads)
-        scratch = kernels.linear_scratch_size(images, features, outputs)
-        return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch, blocking=blocking)
+            sizes = summed, tiled, outputs // machine.width
+            blocking = solver.linear(*sizes, machine, threads)
+            traffic = balance.linear_traffic(*sizes, machine, blocking, pass_name == "weight_grad")
+        return replace(
+            super().plan_pass(pass_name, plan, machine, threads), blocking=blocking, traffic=traffic,
+            scratch=kernels.linear_scratch_size(images, features, outputs),
+        )  # fmt: skip
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
@@ -87,7 +93,7 @@ class Linear(Layer):
         )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused:
+        if unit.plan.fused and not unit.plan.masked:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
         kernels.linear_weight_grad(
             by_image(unit.x), by_image(dy), unit.grad["weight"],
