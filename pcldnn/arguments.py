@@ -43,9 +43,9 @@ class Job:
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
 SETTINGS = ("data", "synthetic", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
             "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
-            "seed", "exact")
-_EVERYWHERE = {"synthetic": False, "exact": False, "seed": 0, "lr_schedule": "constant", "lr_every": 30.0,
-               "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
+            "seed", "exact", "tune")
+_EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "seed": 0, "lr_schedule": "constant",
+               "lr_every": 30.0, "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
 
 _EXAMPLES = """\
 examples:
@@ -160,11 +160,15 @@ def _add_running(group):
     group.add_argument("--no-overlap", action="store_true",
                        help="exchange between compute, not beside it (the same result, to see what overlap is worth)")
     group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
-        "spread fully connected layers over D groups of M ranks, D times M being all ranks: each group takes a part of "
-        "the minibatch, each rank of it a part of the layer's weights. LAYER is a layer's name, fc6, fc7, ... (fc1, "
-        "... in a network without convolutions), or fc for all (default: what sends the fewest bytes)"))
+        "spread layers over D groups of M ranks, D times M being all ranks: each group takes a part of the minibatch, "
+        "each rank of it a part of the layer's weights, in whole blocks of output channels. LAYER is a layer's name, "
+        "conv1, conv2, ..., fc6, fc7, ... (fc1, ... in a network without convolutions), or conv or fc for all of them "
+        "(default: what sends the fewest bytes)"))
     group.add_argument("--exact", action="store_true", default=None, help=(
         "weights that are the same to the last bit on any number of ranks and threads and for any partition; slower"))
+    group.add_argument("--tune", action=argparse.BooleanOptionalAction, help=(
+        "time direct and Winograd convolution once and take the quicker, by layer and pass, the same on all ranks; the "
+        "checkpoint keeps the choice for whoever resumes it (default: a model chooses)"))
     group.add_argument("--digest-interval", type=_integer(1), metavar="N", help=(
         "steps between SHA-256 digests of weights and momentum in the metrics file (default: --log-interval with "
         "--exact, else none)"))
@@ -242,6 +246,8 @@ def parse(job, argv, communicator, prog=None):
             parser.error("--data or --synthetic is needed")
         if args.synthetic and args.data is not None:
             parser.error("--data and --synthetic exclude each other")
+        if args.exact and args.tune:
+            parser.error("--exact and --tune exclude each other: bits may not depend on a clock (--no-tune)")
     return args
 
 

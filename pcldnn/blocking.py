@@ -5,10 +5,10 @@ Three things are solved here, by trying every candidate, as Das et al. 2016 do:
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
   cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
   bytes that pass between L2 and L1.
+- `linear` and `linear_input_grad` do so for the three passes of a fully connected layer.
 - `winograd_forward`, `winograd_weight_grad` do the same for Winograd convolution; `winograd_pays` compares the two.
-- `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
-  within a cache budget.
 
+What the solution costs in bytes per flop, and the paper's own search, are in `balance.py`.
 Everything is a pure function of its arguments. What can change a sum (`copies`, `across_images`, `c_blocks`) never
 depends on the number of threads.
 """
@@ -40,6 +40,7 @@ class ConvBlocking(NamedTuple):
 
     c_blocks: int  # blocks of summed channels per pass over the pixels
     across_images: bool  # a register tile takes the same pixel of several images, not neighbours of a row
+    rows: int  # most output rows of a job
 
 
 class WeightGradBlocking(NamedTuple):
@@ -49,6 +50,14 @@ class WeightGradBlocking(NamedTuple):
     c_blocks: int  # input channel blocks of a job
     copies: int  # copies of dweight that are summed in the end
     across_images: bool  # the innermost sum runs over images, not along a row
+
+
+class LinearBlocking(NamedTuple):
+    """`blocking` of `linear_forward` and its kin. None of the three changes a sum."""
+
+    depth: int  # what a visit sums: features (forward), outputs (input gradient) or samples (weight gradient)
+    tiles: int  # register tiles of a visit: of samples (weight gradient: of features; input gradient: vectors of samples)
+    pairs: int  # most pairs of vectors of outputs that a job handles (input gradient: blocks of features)
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,10 @@ class ConvShape:
 def conv_forward(shape: ConvShape, machine: Machine) -> ConvBlocking:
     """Blocking of the forward pass: the candidate of fewest modelled cycles."""
     in_blocks = ceil(shape.C / (shape.lanes or machine.width))
+    row = FLOAT * shape.Q * machine.tile[0] * machine.width
+    rows = min(max(machine.l2 // 8 // row, 1), shape.P)  # what a job adds to again and again stays in L2
     candidates = product(_sizes(in_blocks), (False, True))
-    return min((ConvBlocking(*c) for c in candidates), key=lambda c: _forward_cycles(shape, machine, c))
+    return min((ConvBlocking(*c, rows) for c in candidates), key=lambda c: _forward_cycles(shape, machine, c))
 
 
 def gradient_shape(shape: ConvShape) -> ConvShape:
@@ -182,7 +193,7 @@ def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) 
     """Modelled cycles of one pair of output vectors: compute, tile starts, and bytes between caches."""
     lanes, (vectors, tile) = shape.lanes or machine.width, machine.tile
     in_blocks = ceil(shape.C / lanes)
-    c_blocks, across = blocking
+    c_blocks, across, _ = blocking
     groups = ceil(in_blocks / c_blocks)
     compute, tiles, segments = _forward_compute(shape, machine, across)
     inputs = shape.N * in_blocks * lanes * shape.H * shape.W
@@ -236,6 +247,85 @@ def _weight_grad_cycles(
         inputs, outputs = lanes * shape.H * shape.W, vectors * machine.width * shape.P * shape.Q
         cycles += PACK * images * (inputs / pairs + outputs / in_blocks)
     return cycles
+
+
+# --- fully connected layers ---------------------------------------------------------------------------------------
+
+SUMS = 65536  # of a job of the input gradient: the kernel has no more room [elements]
+
+
+@lru_cache(maxsize=1024)
+def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int = 1) -> LinearBlocking:
+    """Blocking of the forward pass or the weight gradient of a layer of N samples, F features and K outputs.
+
+    Parameters
+    ----------
+    summed, tiled, vectors : int
+        What the pass sums over, what register tiles run along, and vectors of SIMD width of what it writes: (F, N,
+        K/b) forward, (N, F, K/b) for the weight gradient.
+    """
+    per_tile, tile = machine.tile
+    depth = _linear_depth(machine)
+    pairs = _sizes(max(ceil(vectors / per_tile), 1))
+    candidates = [LinearBlocking(depth, *c) for c in product(_sizes(max(ceil(tiled / tile), 1)), pairs)]
+    fitting = [c for c in candidates if _linear_block(machine, c) <= machine.l2 // 2] or candidates[:1]
+    tiled = max(tiled, 1)  # a rank may have no images
+    compute = summed * sum(_step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))
+
+    def cycles(cut):  # of the thread with most jobs
+        from_l2, from_l3 = _linear_bytes(summed, tiled, machine, cut)
+        starts = ceil(summed / cut.depth) * ceil(tiled / tile) * TILE_START
+        job = cut.pairs * (compute + starts + from_l2 / L2_BYTES) + from_l3 / L3_BYTES
+        return ceil(ceil(vectors / per_tile / cut.pairs) / threads) * job
+
+    return min(fitting, key=cycles)
+
+
+def _linear_depth(machine: Machine) -> int:
+    """A power of two so that the values and the weights of a register tile stay in L1."""
+    vectors, tile = machine.tile
+    depth = machine.width
+    while 2 * depth * FLOAT * (vectors * machine.width + tile) <= machine.l1:
+        depth *= 2
+    return depth
+
+
+@lru_cache(maxsize=1024)
+def linear_input_grad(samples: int, features: int, machine: Machine, threads: int = 1) -> LinearBlocking:
+    """Blocking of the input gradient, whose vectors run over samples and whose tiles run over features.
+
+    As many vectors of samples as leave their gradients in a quarter of L2; then the number of feature blocks whose
+    tiles are full and whose jobs come out even among the threads.
+    """
+    width, tile = machine.width, machine.tile[1]
+    depth = _linear_depth(machine)
+    vectors = max(machine.l2 // 4 // (FLOAT * depth * width) // 2 * 2, 2)
+    vectors = min(vectors, ceil(max(samples, 1) / width))
+    blocks = max(features // width, 1)
+
+    def cycles(size):  # of the thread with most jobs, for one step of the sum
+        cuts = _cut(size * width, tile)
+        visit = machine.tile[0] * width * FLOAT / L2_BYTES + TILE_START / depth  # gradients and start of a tile
+        job = sum(_step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
+        return ceil(ceil(blocks / size) / threads) * job
+
+    most = min(max(SUMS // (vectors * width**2), 1), blocks)
+    return LinearBlocking(depth, vectors, min(range(1, most + 1), key=cycles))
+
+
+def _linear_block(machine: Machine, blocking: LinearBlocking) -> int:
+    """Working set of a visit [byte]: packed samples, weights and sums of all pairs of a job."""
+    depth, tiles, pairs = blocking
+    samples, outputs = tiles * machine.tile[1], pairs * machine.tile[0] * machine.width
+    return FLOAT * (samples * depth + outputs * depth + samples * outputs)
+
+
+def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlocking) -> tuple[int, int]:
+    """Bytes that pass from L2 to L1 for a pair of vectors, and from L3 to L2 for a job beside its weights."""
+    outputs = machine.tile[0] * machine.width
+    weights = outputs * summed * ceil(tiled / machine.tile[1] / blocking.tiles)  # for each block of tiles anew
+    sums = tiled * outputs * (2 * ceil(summed / blocking.depth) - 1)
+    return FLOAT * (tiled * summed + weights + sums), FLOAT * tiled * summed
 
 
 # --- Winograd convolution -----------------------------------------------------------------------------------------
@@ -343,79 +433,3 @@ def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
     rows = sum(len(taps) for taps in _taps(shape.P, 3, 1, shape.padding[0], shape.H))
     columns = sum(len(taps) for taps in _taps(shape.Q, 3, 1, shape.padding[1], shape.W))
     return winograd < steps * shape.N * rows * columns / DIRECT_SHARE
-
-
-# --- the paper's question -----------------------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """Sizes of a block of the seven loops: images, input and output channels, output rows and columns, filter."""
-
-    images: int
-    ifm: int
-    ofm: int
-    rows: int
-    columns: int
-    filter_rows: int
-    filter_columns: int
-
-
-def block_bytes(shape: ConvShape, block: Block) -> tuple[int, int, int]:
-    """Working set of a block [byte]: (input, weights, output), as derived from Das et al. 2016."""
-    rows = (block.rows - 1) * shape.stride[0] + block.filter_rows
-    columns = (block.columns - 1) * shape.stride[1] + block.filter_columns
-    return (
-        FLOAT * block.images * block.ifm * rows * columns,
-        FLOAT * block.ifm * block.ofm * block.filter_rows * block.filter_columns,
-        FLOAT * block.images * block.ofm * block.rows * block.columns,
-    )
-
-
-def bytes_per_flop(shape: ConvShape, block: Block, resident: str | None = None) -> float:
-    """Bytes that enter or leave the cache per flop of a block (derived; Das et al. 2016, balance equation).
-
-    Outputs are read and written. The array named `resident` ("input", "weights" or "output") stays in cache while
-    blocks that share it follow one another, and costs nothing.
-    """
-    read, weights, written = block_bytes(shape, block)
-    moved = {"input": read, "weights": weights, "output": 2 * written}
-    flop = 2 * block.images * block.ifm * block.ofm * block.rows * block.columns
-    flop *= block.filter_rows * block.filter_columns
-    return sum(cost for array, cost in moved.items() if array != resident) / flop
-
-
-def best_block(shape: ConvShape, budget: int = 128 * 1024, width: int = 8) -> tuple[Block, str, float]:
-    """The block of fewest bytes per flop whose working set fits `budget` [byte], over all block sizes.
-
-    Channels are cut in multiples of the SIMD width (or taken whole when there are fewer); the filter is never cut.
-    The default budget is the paper's, 128 KB a thread.
-
-    Returns
-    -------
-    (Block, resident array, bytes_per_flop [byte/flop])
-    """
-    ifms = [min(size * width, shape.C) for size in _sizes(ceil(shape.C / width))]
-    ofms = [min(size * width, shape.K) for size in _sizes(ceil(shape.K / width))]
-    best = None
-    for sizes in product(_sizes(max(shape.N, 1)), ifms, ofms, _sizes(shape.P), _sizes(shape.Q)):
-        block = Block(*sizes, shape.R, shape.S)
-        if sum(block_bytes(shape, block)) > budget:
-            continue
-        for resident in _can_stay(shape, block):
-            ratio = bytes_per_flop(shape, block, resident)
-            if best is None or ratio < best[2]:
-                best = (block, resident, ratio)
-    if best is None:
-        raise ValueError(f"budget: got {budget} bytes, which holds not even the smallest block of {shape}")
-    return best
-
-
-def _can_stay(shape: ConvShape, block: Block):
-    """Arrays that the next block can share: along a dimension that is cut, the array that does not have it stays."""
-    if block.ifm < shape.C:
-        yield "output"
-    if block.images < shape.N or block.rows < shape.P or block.columns < shape.Q:
-        yield "weights"
-    if block.ofm < shape.K:
-        yield "input"
-    yield None

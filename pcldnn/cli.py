@@ -1,4 +1,4 @@
-"""``python -m pcldnn``: what this installation runs on, and what a network would need."""
+"""``python -m pcldnn``: what this installation runs on, what a network would need, and whether a shape computes right."""
 import argparse
 import os
 import platform
@@ -8,8 +8,10 @@ import sys
 from pcldnn import __version__, _kernels, models
 from pcldnn._kernels.isa import compiled_for
 from pcldnn.arguments import partitions
+from pcldnn.check import check
 from pcldnn.checkpoint import CheckpointError
 from pcldnn.communicator import mpi_information
+from pcldnn.layers import Conv2d
 from pcldnn.machine import Machine, cache_sizes, threads_per_rank
 from pcldnn.replay import replay
 
@@ -43,7 +45,8 @@ def _parser():
     plan = commands.add_parser(
         "plan", help="shapes, parameters, flop and memory of a network on a number of ranks",
         description="Print the plan of a network: what each layer computes and needs, and what ranks exchange. "
-                    "Nothing is allocated and no MPI is started, so any number of ranks can be asked for.",
+                    "Nothing is allocated (but by --tune) and no MPI is started, so any number of ranks can be "
+                    "asked for.",
         epilog="example: python -m pcldnn plan vgg_a --minibatch 256 --ranks 64")
     plan.add_argument("network", choices=NETWORKS)
     plan.add_argument("--minibatch", type=int, default=32, metavar="N",
@@ -56,10 +59,16 @@ def _parser():
     plan.add_argument("--channels", type=int, metavar="N", help="channels of the input (default 3)")
     plan.add_argument("--classes", type=int, metavar="N", help="number of outputs (default: the network's own)")
     plan.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...",
-                      help="grids of fully connected layers, as for the training scripts (default: what sends least)")
+                      help="grids of layers, as for the training scripts (default: what sends least)")
     plan.add_argument("--exact", action="store_true", help="plan exact mode: the same bits on any number of ranks")
+    plan.add_argument("--tune", action="store_true",
+                      help="time direct and Winograd convolution here, for the images of a rank, and plan the quicker")
+    plan.add_argument("--blocking", action="store_true",
+                      help="show also how each pass is cut for the caches, and the bytes per flop that this moves "
+                           "beside the machine's balance, which is measured")
     plan.add_argument("--inference", action="store_true", help="forward passes only")
     plan.set_defaults(run=_plan)
+    _add_check(commands)
 
     replay = commands.add_parser(
         "replay", help="compute steps of a recorded run again and find the first that differs",
@@ -74,6 +83,43 @@ def _parser():
     replay.add_argument("--threads", type=int, metavar="N", help="compute threads")
     replay.set_defaults(run=_replay)
     return parser
+
+
+def _add_check(commands):
+    command = commands.add_parser(
+        "check", help="one convolution shape against float64: errors, blocking, speed; for a bug report",
+        description="Compute the forward pass, the weight gradient and the input gradient of one convolution by each "
+                    "algorithm that can, compare them with float64, and print speeds beside the peak of multiply-adds "
+                    "and the roofline. The exit code is 1 if an error is too large.",
+        epilog="example: python -m pcldnn check 8 64 112 112 128 3 3 --padding 1")
+    for name, meaning in zip("NCHWKRS", ("images", "input channels", "input rows", "input columns", "output channels",
+                                         "filter rows", "filter columns")):
+        command.add_argument(name, type=int, help=meaning)
+    command.add_argument("--stride", type=_pair, default=(1, 1), metavar="N|RxC", help="default 1")
+    command.add_argument("--padding", type=_pair, default=(0, 0), metavar="N|RxC", help="default 0")
+    command.add_argument("--threads", type=int, metavar="N", help="compute threads (default: those of one rank here)")
+    command.set_defaults(run=_check)
+
+
+def _pair(text):
+    """(1, 1) from "1", (1, 2) from "1x2"."""
+    sizes = text.split("x")
+    if len(sizes) > 2 or not all(size.isdigit() for size in sizes):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one number or two, as 1x2 (rows x columns)")
+    return int(sizes[0]), int(sizes[-1])
+
+
+def _check(args):
+    for name in "NHWRS":
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}: got {getattr(args, name)}, wanted at least 1")
+    layer = Conv2d(args.C, args.K, (args.R, args.S), args.stride, args.padding, bias=False)
+    threads, _ = threads_per_rank(1, args.threads)
+    report = check(args.N, layer, (args.H, args.W), threads)
+    caches = ", ".join(f"{level.upper()} {size // 1024:,} KiB" for level, size in cache_sizes().items())
+    print(f"pcldnn {__version__}, {_kernels.TARGET} (SIMD width {_kernels.SIMD_WIDTH}), "
+          f"{threads} thread{'s' * (threads > 1)}, {_cpu_name()}, {caches or 'caches unknown'}\n{report}")
+    return 1 if report.failures else 0
 
 
 def _replay(args):
@@ -131,6 +177,11 @@ def _plan(args):
     if args.classes:
         options["classes" if shape is None else "num_classes"] = args.classes
     threads = args.threads or threads_per_rank(1)[0]
-    print(build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,
-                                partitions=args.partition, exact=args.exact))
+    machine = Machine.detect().measured() if args.blocking else None
+    plan = build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,
+                                 partitions=args.partition, exact=args.exact, tune=args.tune,
+                                 machine=machine)
+    print(plan)
+    if args.blocking:
+        print(f"\n{plan.blocking_table()}")
     return 0

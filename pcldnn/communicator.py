@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import sys
 import time
 
 import numpy as np
@@ -27,9 +28,11 @@ import numpy as np
 from . import launcher
 from .commthread import CommunicationThread, on_thread
 from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
+from .hierarchy import Hierarchy
+from .nodes import Nodes
 from .serial import SerialCommunicator, as_texts, check_shares, check_small
 from .shared import NoSharedMemory, Shared
-from .transfer import Direct, piece_spans
+from .transfer import Direct, Messages, piece_spans
 
 # 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
 # int.
@@ -147,11 +150,13 @@ class Communicator(SerialCommunicator):
         self.size = comm.size
         self.library = _library(MPI)
         self.thread_level = _thread_level(MPI)
-        self._direct = Direct(MPI, self._comm, self._wait_for)
+        self._messages = Messages(MPI, self._comm, self._wait_for)
+        self._direct = Direct(self._comm, self._messages)
         self._bandwidth = None
-        self._shared = None
-        self._find_node()
-        self.transport = self._choose_transport()
+        self._nodes = nodes = Nodes(MPI, self._comm)
+        self.node_rank, self.node_size, self.node_cores = nodes.comm.rank, nodes.comm.size, nodes.cores
+        self.node, self.nodes, self.ranks_sharing_cores = nodes.index, len(nodes.members), nodes.sharing
+        self._shared, self.transport = self._choose_transport()
 
     def start_thread(self, reserve=0):
         """See `SerialCommunicator.start_thread`."""
@@ -178,23 +183,26 @@ class Communicator(SerialCommunicator):
                 f" {len(cores)} cores on which they compute"
             )
         os.sched_setaffinity(0, cores[:left])
-        first = left + count * self._sharing_index
+        first = left + count * self._nodes.sharing_index
         return cores[first : first + count]
 
     def _choose_transport(self):
-        """Shared memory where all ranks can, else messages; returns the choice in words."""
+        """Shared memory inside nodes where all ranks can, else messages alone; the choice, and in words."""
+        messages = f"messages of {self.library}"
         if self.size == 1:
-            return "nothing"
+            return None, "nothing"
         allowed = os.environ.get("PCLDNN_SHM", "1") != "0"
         if self.allreduce_sum(np.array([allowed], np.int64))[0] < self.size:
-            return f"messages of {self.library} (PCLDNN_SHM=0)"
-        if self.nodes > 1:
-            return f"messages of {self.library} ({self.nodes} nodes)"
+            return None, f"{messages} (PCLDNN_SHM=0)"
+        if self.nodes == self.size:
+            return None, f"{messages} ({self.nodes} nodes)"
         try:
-            self._shared = Shared(self._MPI, self._comm, self._wait_for)
+            if self.nodes == 1:
+                return Shared(self._MPI, self._comm, self._wait_for), "shared memory"
+            pair = Hierarchy(self._MPI, self._comm, self._messages, self._nodes, self._wait_for)
+            return pair, f"shared memory inside each of {self.nodes} nodes, {messages} between them"
         except NoSharedMemory as error:
-            return f"messages of {self.library} (no shared memory: {error})"
-        return "shared memory"
+            return None, f"{messages} (no shared memory: {error})"
 
     @on_thread
     def allocate(self, count):
@@ -204,26 +212,14 @@ class Communicator(SerialCommunicator):
                 return self._shared.allocate(count)
             except NoSharedMemory as error:
                 self._shared, self.transport = None, f"messages of {self.library} (no more shared memory: {error})"
+                if self.rank == 0:
+                    print(f"warning: exchanges go on with {self.transport}", file=sys.stderr, flush=True)
         from .layout import aligned_zeros  # loads the kernels: see `guard_imports`
 
         return aligned_zeros(count)
 
     def _transfer(self, parts):
-        shared = self._shared is not None and all(self._shared.holds(buffer) for buffer, _ in parts)
-        return self._shared if shared else self._direct
-
-    def _find_node(self):
-        node = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED, self.rank)
-        masks = node.allgather(os.sched_getaffinity(0))
-        self.node_rank = node.rank
-        self.node_size = node.size
-        self.node_cores = len(set().union(*masks))
-        sharing = [not masks[node.rank].isdisjoint(mask) for mask in masks]
-        self.ranks_sharing_cores = sum(sharing)
-        self._sharing_index = sum(sharing[: node.rank])
-        self._node = node.bcast(self.rank)  # a node is known by its first rank
-        node.Free()
-        self.nodes = int(self.allreduce_sum(np.array([self.node_rank == 0], np.int64))[0])
+        return self._shared if self._shared is not None and self._shared.takes(parts) else self._direct
 
     def close(self):
         """Free the duplicates (collective); a second call does nothing."""
@@ -233,7 +229,7 @@ class Communicator(SerialCommunicator):
         for part in self._parts:
             part.close()
         self._parts, self._grids = [], {}
-        for comm in (self._comm, self._channel and self._channel.comm):
+        for comm in (self._comm, self._nodes.comm, self._channel and self._channel.comm):
             if comm:
                 comm.Free()
 

@@ -3,12 +3,15 @@
 Activations: `gather_rows` and `add_rows`, `to_images` and `to_slices` are two pairs of adjoints, <F x, y> = <x, F* y>.
 Each rank has `counts[rank]` images, its rows, and `widths[rank]` features, its columns.
 
-Sums in tree order (exact mode, see grid.py): `sum_leaves` adds what one rank computes, `reduce_tree` goes on across
+Sums in tree order (exact mode, see grid.py): `sum_leaves` adds what one rank computes, `reduce_trees` goes on across
 ranks. A partial sum is named by its leaves, (start, stop). Every rank sends each other one that one's share of its
 partial sums and adds up its own: the bytes of a reduce-scatter, as long as a rank's leaves are one subtree.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -98,41 +101,62 @@ def sum_leaves(leaves: range, sizes, compute, buffers: list[np.ndarray]) -> Sums
     return sums
 
 
-def reduce_tree(communicator, sums: Sums, leaves, sizes, shares, arrivals: np.ndarray, out: np.ndarray) -> None:
-    """Add the partial sums of all ranks in tree order; write this rank's share of the total to `out`.
+@dataclass(frozen=True)
+class Tree:
+    """A sum in tree order that ranks share.
 
-    Parameters
+    Attributes
     ----------
-    communicator : communicator
     sums : list of ((start, stop), array)
-        As `sum_leaves` returns them, flat; used up. `out` may be a part of one.
+        As `sum_leaves` returns them, flat; used up within the spans.
     leaves : sequence of (start, stop)
         Of each rank.
     sizes : sequence of int
         As for `sum_leaves`.
-    shares : sequence of int
-        Elements of each rank.
-    arrivals : ndarray
-        Memory for what the others send.
+    spans : sequence of (start, stop)
+        The elements of each rank.
+    out : ndarray
+        Gets this rank's; may be a part of one of `sums`.
     """
-    own = slice(*bounds(shares, communicator.rank))
-    values = {node: array[own] for node, array in sums if array is not None}
-    receives = [[] for _ in leaves]
-    used = 0
-    for peer, nodes in enumerate(leaves):
-        for node in subtrees(*nodes) if peer != communicator.rank else ():
-            if any(sizes[slice(*node)]):
-                values[node] = arrivals[used : used + out.size]
+
+    sums: Sums
+    leaves: Sequence[tuple[int, int]]
+    sizes: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+    out: np.ndarray
+
+    def sent(self, peer: int) -> list[tuple[int, int]]:
+        """The partial sums that a rank has."""
+        return [node for node in subtrees(*self.leaves[peer]) if any(self.sizes[slice(*node)])]
+
+    def arriving(self, rank: int) -> int:
+        """Elements that a rank gets from the others."""
+        return self.out.size * sum(len(self.sent(peer)) for peer in range(len(self.leaves)) if peer != rank)
+
+
+def reduce_trees(communicator, trees: Sequence[Tree], arrivals: np.ndarray) -> None:
+    """Add the partial sums of all ranks in tree order, of several trees in one exchange.
+
+    `arrivals` is memory for what the others send.
+    """
+    own, used = communicator.rank, 0
+    sends, receives = ([[] for _ in range(communicator.size)] for _ in range(2))
+    found = []
+    for tree in trees:
+        values = {node: array[slice(*tree.spans[own])] for node, array in tree.sums if array is not None}
+        for peer in range(communicator.size):
+            if peer == own:
+                continue  # already in `values`
+            sends[peer] += [array[slice(*tree.spans[peer])] for _, array in tree.sums if array is not None]
+            for node in tree.sent(peer):
+                values[node] = arrivals[used : used + tree.out.size]
                 receives[peer].append(values[node])
-                used += out.size
-    sends = [
-        [array[slice(*bounds(shares, peer))] for _, array in sums if array is not None]
-        for peer in range(communicator.size)
-    ]
-    sends[communicator.rank] = []  # already in `values`
+                used += tree.out.size
+        found.append(values)
     communicator.exchange(sends, receives)
-    total = _total(values, 0, len(sizes))
-    out[...] = 0 if total is None else total
+    for tree, values in zip(trees, found):
+        total = _total(values, 0, len(tree.sizes))
+        tree.out[...] = 0 if total is None else total
 
 
 def _total(values: dict[tuple[int, int], np.ndarray], start: int, stop: int) -> np.ndarray | None:

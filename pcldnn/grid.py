@@ -12,11 +12,12 @@ keeps 1/M of its weights on each member of a group: those of a slice of its outp
 so layers of unlike Partition follow each other freely, and nothing but the layer itself knows that it is shared.
 Slices of outputs rather than of inputs: a member's kernels, fused activation included, are those of an ordinary
 smaller layer, and a slice is contiguous in the blocked weights [the paper's volumes are those of this choice].
+A slice is whole channel blocks: of 40 output channels with a SIMD width of 16, two members have 32 and 8.
 
 Exact mode. The order of a sum decides its last bits, so every sum that ranks can share is made a tree over pieces
-whose number is fixed: the weight gradient over pieces of the minibatch, the gradient of the inputs of a fully
-connected layer over pieces of its outputs. A rank computes whole pieces. All other sums (over channels, taps,
-features) lie within one kernel call, in an order that depends on neither the images around nor the slice.
+whose number is fixed: the weight gradient over pieces of the minibatch, the gradient of a layer's inputs over pieces
+of its output channels. A rank computes whole pieces. All other sums (over input channels, taps, features) lie within
+one kernel call, in an order that depends on neither the images around nor the slice.
 
 Everything here is a pure function of numbers.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcldnn.layers.base import LayerPlan
-from pcldnn.partition import Partition, block_shares, bounds, shard_sizes, share, shares, subtrees, tree_arrays
+from pcldnn.partition import Partition, block_shares, bounds, share, shares, subtrees, tree_arrays
 from pcldnn.scaling import best_grid
 
 PIECES = 8  # in exact mode, unless another number is asked for
@@ -53,14 +54,14 @@ def image_shares(count: int, ranks: int, pieces: int = 0) -> tuple[int, ...]:
 def resolve_partitions(named, partitions: dict | None, ranks: int) -> dict[str, Partition]:
     """Partitions by names of layers, from those that a user gave by layer or by nickname.
 
-    "fc" means every fully connected layer; "fc6", "fc7", ... are those behind the Flatten of an image network, as in
-    the papers on AlexNet and VGG, and "fc1", "fc2", ... those of a network without Flatten.
+    "conv" means every convolution, "fc" every fully connected layer; "conv1", "conv2", ... are numbered. "fc6", "fc7",
+    ... are those behind the Flatten of an image network, as in the papers on AlexNet and VGG, and "fc1", "fc2", ...
+    those of a network without Flatten.
     """
     splittable = [name for name, layer in named if layer.splittable]
-    first = 6 if any(layer.aliasing == "view" for _, layer in named) else 1
-    nicknames = {f"fc{first + i}": [name] for i, name in enumerate(splittable)} | {"fc": splittable}
+    nicknames = _nicknames(named)
     resolved = {}
-    for key, partition in sorted((partitions or {}).items(), key=lambda item: item[0] != "fc"):
+    for key, partition in sorted((partitions or {}).items(), key=lambda item: item[0] not in ("conv", "fc")):
         names = [key] if key in dict(named) else nicknames.get(key)
         if names is None:
             raise ValueError(f"partitions: got {key!r}, wanted the name of a layer ({', '.join(splittable)}) or "
@@ -71,17 +72,33 @@ def resolve_partitions(named, partitions: dict | None, ranks: int) -> dict[str, 
             )
         if partition.model > 1 and not set(names) <= set(splittable):
             raise ValueError(
-                f"partitions: got {partition} for {key}, wanted {ranks}x1: only fully connected layers are split"
+                f"partitions: got {partition} for {key}, wanted {ranks}x1: only convolutions and fully connected "
+                "layers are split, and what follows one of them gets whole images again"
             )
         resolved |= dict.fromkeys(names, partition)
     return resolved
 
 
-def choose_partition(layer, input_features: int, blocks: int, block: int, ranks: int, minibatch: int) -> Partition:
-    """The grid on which a layer sends least, by the volumes of `scaling.grid_bytes`."""
-    if not layer.splittable or ranks == 1:
-        return Partition(data=ranks)
-    groups = best_grid(ranks, minibatch, input_features, blocks * block, most_members=blocks)
+def _nicknames(named) -> dict[str, list[str]]:
+    """Names of layers by nickname."""
+    found = {}
+    for kind, first in (("conv", 1), ("fc", 6 if any(layer.aliasing == "view" for _, layer in named) else 1)):
+        names = [name for name, layer in named if layer.nickname == kind]
+        found |= {f"{kind}{first + i}": [name] for i, name in enumerate(names)} | {kind: names}
+    return found
+
+
+def choose_partition(layer: LayerPlan, minibatch: int) -> Partition:
+    """The grid on which a layer sends least, by the volumes of `scaling.grid_bytes`.
+
+    A convolution's weights count half (the paper's overlap is 1): they travel both ways behind its compute, which is
+    long, while activations are waited for. So convolutions stay data parallel until minibatches are small.
+    """
+    ranks = layer.partition.ranks
+    if not layer.layer.splittable or ranks == 1:
+        return layer.partition
+    sizes = layer.input.padded_features, layer.output.padded_features, layer.parameters[0].array_size
+    groups = best_grid(ranks, minibatch, *sizes, layer.output.channel_blocks, 0.0 if layer.input.flat else 1.0)
     return Partition(groups, ranks // groups)
 
 
@@ -109,6 +126,15 @@ def image_leaves(layer: LayerPlan) -> tuple[tuple[int, int], ...]:
     groups = [layer.partition.group(group) for group in range(layer.partition.data)]
     place = [share(layer.pieces, layer.partition.ranks, rank) for rank in range(layer.partition.ranks)]
     return tuple((place[ranks[0]][0], place[ranks[-1]][1]) for ranks in groups)
+
+
+def sums_stay(layer: LayerPlan) -> bool:
+    """Whether what each rank adds of a layer's weight gradient lies in the gradient's own place after the pass.
+
+    So it is without exact mode, and in it where each rank's pieces are one subtree: with 8 pieces for any number of
+    groups but 3. Elsewhere some partial sums lie in memory that the next pass uses.
+    """
+    return not layer.pieces or all(len(subtrees(*leaves)) < 2 for leaves in image_leaves(layer))
 
 
 def output_leaves(layer: LayerPlan) -> tuple[tuple[int, int], ...]:
@@ -155,19 +181,15 @@ def grid_arrays(layer: LayerPlan, training: bool) -> list[GridArray]:
 
 
 def _exact_arrays(layer: LayerPlan, part: LayerPlan) -> list[GridArray]:
-    """Partial sums of trees, one of them in the gradient's own place, and those that arrive from other ranks."""
+    """Partial sums of trees, one of them in the gradient's own place, and those of activations from other ranks."""
     arrays = []
     if layer.weight_grad:
-        leaves = image_leaves(layer)
-        shard = shard_sizes(part.parameter_size, layer.partition.data, part.output.block)[0]
-        arrays += [
-            GridArray("weight_grad sums", (_sums(leaves) - 1) * part.parameter_size, "weight_grad", "weight_grad"),
-            GridArray("weight_grad arrivals", _arrivals(leaves) * shard, "weight_grad", "weight_grad"),
-        ]
+        size = (_sums(image_leaves(layer)) - 1) * part.parameter_size
+        arrays.append(GridArray("weight_grad sums", size, "weight_grad", "weight_grad"))
     if layer.input_grad and layer.layer.splittable:
         leaves = output_leaves(layer)
         inputs = layer.input.padded_features
-        columns = layer.group_images * shares(layer.output.channel_blocks, layer.pieces)[0] * layer.output.block
+        columns = layer.group_images * shares(layer.output.channel_blocks, layer.pieces)[0] * layer.output.block_features
         sizes = {
             "sums": (_sums(leaves) - 1) * layer.group_images * inputs,
             "arrivals": _arrivals(leaves) * layer.images * inputs,
@@ -196,6 +218,5 @@ def activation_messages(layer: LayerPlan, counts: tuple[int, ...]) -> dict[str, 
     if layer.partition.model == 1:
         return {}
     inputs = tuple(count * layer.input.padded_features for count in counts)
-    block = layer.output.block
-    outputs = tuple(sum(counts) * cut * block for cut in output_cuts(layer))
+    outputs = tuple(sum(counts) * cut * layer.output.block_features for cut in output_cuts(layer))
     return {"gather_inputs": inputs, "to_images": outputs, "to_slices": outputs, "add_input_grads": inputs}

@@ -70,8 +70,13 @@ class Layout:
     @property
     def padded_features(self) -> int:
         """Numbers an image in memory, padded lanes included."""
+        return self.channel_blocks * self.block_features
+
+    @property
+    def block_features(self) -> int:
+        """Numbers of one channel block of an image."""
         _, height, width = self.shape
-        return self.channel_blocks * height * width * self.block
+        return height * width * self.block
 
     def array_shape(self, images: int) -> tuple[int, int, int, int, int]:
         """Shape (N, C/b, H, W, b) of the array that holds `images` images."""

@@ -20,12 +20,14 @@ import numpy as np
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
 from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
+from pcldnn.layers.conv import chosen_algorithm
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
 from pcldnn.overlap import Overlap
 from pcldnn.partition import bounds, shares
 from pcldnn.plan import Plan, name_layers, plan
 from pcldnn.trace import clock
+from pcldnn.tuning import quicker
 from pcldnn.units import Placement
 from pcldnn.weights import Weights
 
@@ -91,9 +93,19 @@ class Network:
         """Numbers that are learnt."""
         return self._outline.parameter_count
 
-    def plan(self, minibatch: int, ranks: int = 1, **options) -> Plan:
-        """What a run would do and need; see `plan.plan`. Allocates nothing."""
-        return plan(self.layers, self.input_shape, minibatch, ranks, **{"algorithm": self.algorithm, **options})
+    def plan(self, minibatch: int, ranks: int = 1, *, tune: bool | dict = False, **options) -> Plan:
+        """What a run would do and need; see `plan.plan`. Allocates nothing, unless it has to `tune`: see `prepare`."""
+        return self._plan(minibatch, ranks, tune, SerialCommunicator(), options)
+
+    def _plan(self, minibatch, ranks, tune, communicator, options) -> Plan:
+        options = {"algorithm": self.algorithm, **options}
+
+        def make(**changes):
+            return plan(self.layers, self.input_shape, minibatch, ranks, **{**options, **changes})
+
+        if tune is True:
+            tune = quicker(make, communicator) if chosen_algorithm(options["algorithm"]) == "auto" else False
+        return make(tuned=tune) if tune else make()
 
     # --- weights ---
 
@@ -164,7 +176,7 @@ class Network:
 
     def prepare(
         self, minibatch: int, communicator=None, threads: int | None = None, training: bool = True, *,
-        partitions: dict | None = None, exact: bool | int = False,
+        partitions: dict | None = None, exact: bool | int = False, tune: bool | dict = False,
     ) -> Plan:  # fmt: skip
         """Plan a run and allocate everything it needs. Collective.
 
@@ -179,8 +191,13 @@ class Network:
         training : bool
             False: only `forward` will be used.
         partitions, exact
-            As for `plan.plan`. With several ranks large fully connected layers may be split even if no partition is
-            given: see `is_split`.
+            As for `plan.plan`. With several ranks large layers may be split even if no partition is given: see
+            `is_split`.
+        tune : bool or dict
+            True: where a convolution can be computed directly and by Winograd, time both for a rank's images, by layer
+            and pass, and take the one of the smaller sum over ranks (`tuning.quicker`); not in exact mode. A dict: the
+            choice that an earlier plan came to (`Plan.tuned`), which nothing is timed for. An `algorithm`, or
+            PCLDNN_CONV, is stronger than either.
 
         Raises
         ------
@@ -189,8 +206,8 @@ class Network:
         """
         communicator = communicator or SerialCommunicator()
         threads, _ = threads_per_rank(communicator.ranks_sharing_cores, threads)
-        options = {"partitions": partitions, "exact": exact}
-        new = self.plan(minibatch, communicator.size, threads=threads, training=training, **options)
+        options = {"threads": threads, "training": training, "partitions": partitions, "exact": exact}
+        new = self._plan(minibatch, communicator.size, tune, communicator, options)
         if training:
             self.loss.check(new.output)
         communicator.agree({**new.description(), "loss": repr(self.loss), "seed": str(self.seed)})
@@ -342,7 +359,7 @@ class Network:
             raise ValueError(
                 f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
                 f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are "
-                "exact (partitions={'fc': Partition(ranks, 1)} splits none)"
+                "exact (partitions={'conv': Partition(ranks, 1), 'fc': Partition(ranks, 1)} splits none)"
             )
         return counts
 
@@ -444,8 +461,6 @@ class Network:
             self.trace.compute(pass_name, unit.name, start, made.bytes * share, made.flop * share)
         if pass_name == "weight_grad" and self._overlap:
             self._overlap.gradients_ready(unit.name)
-        elif pass_name == "weight_grad":
-            self._weights.placements[unit.name].reduce(unit)
         return result
 
     def _learning_units(self) -> list[Unit]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+
+from pcldnn.exchange import reduce_trees
 from pcldnn.schedule import schedule
 from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
@@ -83,6 +86,7 @@ class Overlap:
         self._held = set()  # bundles of gradients not submitted yet
         for name, placement in placements.items():
             placement.travel = functools.partial(self._travel, name)
+        self._arrivals = np.empty(0, np.float32)  # exact mode: others' partial sums of an exchange
 
     @property
     def layers(self):
@@ -97,20 +101,22 @@ class Overlap:
             self._seconds, self._measured, new = self._wait(self._measured, "control"), None, True
         if new:
             self._make_schedule()
-        held = () if self._exact else self.schedule.update
-        self._held = {bundle for stage in held for bundle in stage.gradients}
+        self._held = {bundle for stage in self.schedule.update for bundle in stage.gradients}
 
     def gradients_ready(self, layer):
         """The weight gradient of a layer is there: submit what the schedule has for this point."""
-        if self._exact:
-            self._reduce_exactly(layer)
+        if layer not in self.schedule.backward:
             return
-        if layer in self.schedule.backward:
-            self._pace.mark(layer)
-            stage = self.schedule.backward[layer]
+        stage = self.schedule.backward[layer]
+        if layer in self.schedule.awaited:
             for bundle in stage.gradients:
                 self._reduce(bundle)
-            self._renew(stage, self._change)
+            self.wait_gradients(layer)
+            return
+        self._pace.mark(layer)
+        for bundle in stage.gradients:
+            self._reduce(bundle)
+        self._renew(stage, self._change)
 
     def update(self, change):
         """Submit the update of all layers: `change(layer)` updates the shard that this rank owns."""
@@ -128,16 +134,16 @@ class Overlap:
         for layer in stage.layers:
             self._weights[layer] = self._start("update", (layer,), (0,), False, lambda name=layer: refused() or change(name))
         for bundle in stage.weights:
-            request = self._start_parts("allgather", bundle, "part_broadcast")
+            request = self._start_parts("allgather", bundle)
             self._weights.update((part.layer, request) for part in bundle)
             self._gradients.update((part.layer, request) for part in bundle)
 
     def _make_schedule(self):
-        self.schedule = schedule(self._plan, self._bandwidth, self._seconds, self._change is not None and not self._exact)
+        self.schedule = schedule(self._plan, self._bandwidth, self._seconds, self._change is not None)
 
     def _follow_pace(self):
         """From time to time: have rank 0 tell its pace, by which all ranks will make the same schedule."""
-        held_back = self._communicator.has_thread and self._bandwidth < float("inf") and not self._exact
+        held_back = self._communicator.has_thread and self._bandwidth < float("inf")
         if held_back and (self._pace.steps == FIRST or self._pace.steps % AGAIN == 0):
             pace = self._pace.take()
             self._measured = self._start("broadcast", ("control",), (8 * len(pace),), True, self._communicator.broadcast, pace)
@@ -192,29 +198,37 @@ class Overlap:
             self._reduce(bundle)
 
     def _reduce(self, bundle):
-        request = self._start_parts("reduce_scatter", bundle, "part_reduce")
+        request = self._start_parts("reduce_scatter", bundle)
         self._gradients.update((part.layer, request) for part in bundle)
 
-    def _reduce_exactly(self, layer):
-        """Sums in tree order, at once: the partial sums lie in memory that the next pass needs."""
-        unit, placement = self._units[layer], self._placements[layer]
-        size = unit.gradients.nbytes
-        self._wait(self._start("reduce_scatter", (layer,), (size,), True, placement.reduce, unit), layer)
-
-    def _start_parts(self, kind, bundle, method):
-        array = "gradients" if kind == "reduce_scatter" else "parameters"
+    def _start_parts(self, kind, bundle):
         exchanges = {}  # by the communicator of the layers: those of unlike Partition have unlike ones
         for part in bundle:
-            placement = self._placements[part.layer]
+            unit, placement = self._units[part.layer], self._placements[part.layer]
             spans = piece_spans(placement.shards, part.index, part.count)
-            exchanges.setdefault(placement.data, []).append((getattr(self._units[part.layer], array), spans))
+            if kind == "allgather":
+                exchanged = unit.parameters, spans
+            else:
+                exchanged = unit.tree(placement, spans) if self._exact else (unit.gradients, spans)
+            exchanges.setdefault(placement.data, []).append(exchanged)
 
         def run():
             for data, parts in exchanges.items():
-                getattr(data, method)(parts)
+                if kind == "allgather":
+                    data.part_broadcast(parts)
+                elif self._exact:
+                    self._reduce_trees(data, parts)
+                else:
+                    data.part_reduce(parts)
 
         layers, sizes = tuple(part.layer for part in bundle), tuple(part.bytes for part in bundle)
         return self._start(kind, layers, sizes, True, run)
+
+    def _reduce_trees(self, data, trees):
+        needed = sum(tree.arriving(data.rank) for tree in trees)
+        if needed > self._arrivals.size:
+            self._arrivals = np.empty(needed, np.float32)  # commands run one after the other: they share it
+        reduce_trees(data, trees, self._arrivals)
 
     def _start(self, kind, layers, sizes, together, function, *arguments):
         """Submit a command that leaves an event in the trace."""

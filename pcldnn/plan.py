@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from pcldnn.balance import bound_by
 from pcldnn.grid import (
     activation_messages,
     check_exact,
@@ -20,6 +22,7 @@ from pcldnn.grid import (
     resolve_partitions,
 )
 from pcldnn.layers.base import PASSES, Layer, LayerPlan
+from pcldnn.layers.conv import chosen_algorithm
 from pcldnn.layout import UNPADDED_CHANNELS, Layout
 from pcldnn.machine import Machine
 from pcldnn.memory import Buffer, plan_buffers
@@ -75,6 +78,16 @@ class Plan:
         return sum(layer.parameter_count for layer in self.layers)
 
     @property
+    def algorithms(self) -> dict[str, dict[str, str]]:
+        """The algorithm of each pass of each layer that computes."""
+        return {layer.name: layer.algorithms for layer in self.layers if layer.forward.flop}
+
+    @property
+    def tuned(self) -> dict[str, dict[str, str]]:
+        """Those of these that were found by timing (`tuning.py`); empty when the model chose."""
+        return {layer.name: dict(layer.tuned) for layer in self.layers if layer.tuned}
+
+    @property
     def arena_size(self) -> int:
         """Memory for all buffers [float32]."""
         return max(buffer.offset + buffer.size for buffer in self.buffers)
@@ -117,8 +130,7 @@ class Plan:
         }
         for layer in self.layers:
             shapes = ", ".join(f"{parameter.name} {parameter.shape}" for parameter in layer.parameters)
-            passes = [getattr(layer, name) for name in PASSES]
-            algorithms = "/".join(made.algorithm for made in passes if made)
+            algorithms = "/".join(layer.algorithms.values())
             fused = f" + {layer.fused!r}" if layer.fused else ""
             if self.pieces:
                 algorithms += f", {self.pieces} pieces"
@@ -131,6 +143,13 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of the description, hexadecimal."""
         return hashlib.sha256(json.dumps(self.description()).encode()).hexdigest()
+
+    def blocking_table(self) -> str:
+        """What the solver chose for each pass that computes, and what that moves, beside the machine's balance.
+
+        The machine must have rates (`Machine.measured`).
+        """
+        return _blocking_table(self)
 
     def __str__(self) -> str:
         return _table(self)
@@ -177,7 +196,7 @@ def input_layout(layers, input_shape, block: int) -> Layout:
 
 
 def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 1, training: bool = True,
-         machine: Machine | None = None, algorithm: str | None = None,
+         machine: Machine | None = None, algorithm: str | None = None, tuned: dict[str, dict[str, str]] | None = None,
          partitions: dict[str, Partition] | None = None, exact: bool | int = False) -> Plan:  # fmt: skip
     """Plan a network's run.
 
@@ -197,6 +216,9 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
     algorithm : "auto", "direct" or "winograd", optional
         Of convolutions. By default what the environment variable PCLDNN_CONV says, else "auto": each pass of each
         layer is computed the way that the model of `blocking.py` finds faster. "winograd" means: wherever it can be.
+    tuned : dict of str to dict of str to str, optional
+        Algorithms by layer and pass, as `Plan.tuned` has them, in the place of the model's choice: what
+        `tuning.quicker` has timed. Nothing unless `algorithm` is "auto".
     partitions : dict of str to Partition, optional
         Grids of layers, by name or nickname (`grid.resolve_partitions`). Layers that are not named get the grid that
         sends least in training (`grid.choose_partition`).
@@ -215,6 +237,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
     machine = machine or Machine.detect()
     named = name_layers(layers)
     given = resolve_partitions(named, partitions, ranks)
+    tuned = _check_tuned(named, tuned or {}) if chosen_algorithm(algorithm) == "auto" else {}
     pieces = check_exact(exact, machine.target) if training else 0
     images = max(image_shares(minibatch, ranks, pieces))
     piece_images = image_shares(minibatch, pieces)[0] if pieces else 0
@@ -225,13 +248,19 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         name, layer = named[index]
         following = named[index + 1][1] if index + 1 < len(named) else None
         fused = following if following is not None and layer.absorbs(following) else None
-        partition = given.get(name) or _partition(layer, layout, machine.width, ranks, minibatch if training else None)
-        planned.append(layer.plan(
-            layout, images, machine, threads, index=index, name=name, fused=fused, partition=partition,
-            algorithm=algorithm, training=training, input_grad=any(before.parameters for before in planned),
-            pieces=pieces, piece_images=piece_images,
-        ))  # fmt: skip
-        layout = planned[-1].output
+        make = partial(
+            layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
+            tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
+            piece_images=piece_images, relu_input=layer.masks and training and bool(planned and planned[-1].fused),
+        )  # fmt: skip
+        made = make(partition=given.get(name, Partition(data=ranks)))
+        if training and name not in given:
+            chosen = choose_partition(made, minibatch)
+            made = made if chosen == made.partition else make(partition=chosen)
+        if made.relu_input:
+            planned[-1] = replace(planned[-1], masked=True)
+        planned.append(made)
+        layout = made.output
         index += 2 if fused else 1
     return Plan(
         first, tuple(planned), minibatch, ranks, images, threads, machine, training, plan_buffers(planned, training),
@@ -239,12 +268,15 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
     )  # fmt: skip
 
 
-def _partition(layer: Layer, input: Layout, width: int, ranks: int, minibatch: int | None) -> Partition:
-    """The grid of a layer for which none was given; data parallel when it is not to be trained."""
-    if minibatch is None or not layer.splittable or not input.flat:
-        return Partition(data=ranks)
-    outputs = layer.output_blocks(width)
-    return choose_partition(layer, input.padded_features, outputs, width, ranks, minibatch)
+def _check_tuned(named, tuned: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The same; ValueError when there is no such layer, pass or algorithm."""
+    names = [name for name, _ in named]
+    for name, passes in tuned.items():
+        if name not in names or not set(passes) <= set(PASSES):
+            raise ValueError(f"tuned: got {name!r}: {passes!r}, wanted layers of {names} and passes of {PASSES}")
+        for algorithm in passes.values():
+            chosen_algorithm(algorithm)
+    return tuned
 
 
 def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Message, ...]:
@@ -295,12 +327,7 @@ def _table(plan: Plan) -> str:
             format_bytes(FLOAT * buffer.size) if buffer else "in place",
         ))  # fmt: skip
     rows.append(("total", "", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:5], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[5:], widths[5:])]
-        lines.append("  ".join(left + right).rstrip())
+    lines = align(rows, 5)
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
     machine = f"{plan.machine.target} (SIMD width {plan.machine.width})"
@@ -321,12 +348,56 @@ def _table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _algorithms(layer: LayerPlan) -> str:
+def align(rows, left: int) -> list[str]:
+    """Rows of cells as lines; the first `left` columns begin together, the others end together."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    ]
+
+
+def format_blocking(blocking) -> str:
+    """"c_blocks 4, rows 9": the fields of a blocking, of yes and no those that are yes."""
+    fields = blocking._asdict().items()
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in fields if value is not False)
+
+
+def _blocking_table(plan: Plan) -> str:
+    machine = plan.machine
+    if machine.balance is None:
+        raise ValueError(f"machine: got {machine.name!r} without rates, wanted one with flops and memory_bandwidth")
+    rows = [("layer", "kind", "pass", "algorithm", "blocking", "bytes/flop", "at least", "bound by")]
+    for layer in plan.layers:
+        for name in PASSES:
+            made = getattr(layer, name)
+            if made and made.blocking and made.flop:
+                rows.append((
+                    layer.name, str(layer), name, made.algorithm, format_blocking(made.blocking),
+                    f"{made.traffic / made.flop:.4f}", f"{made.bytes / made.flop:.4f}",
+                    bound_by(made.traffic, made.flop, machine.balance, made.algorithm),
+                ))  # fmt: skip
+    lines = align(rows, 5)
+    caches = ", ".join(f"{level.upper()} {getattr(machine, level) // 1024:,} KiB" for level in ("l1", "l2", "l3"))
+    threads = f"{plan.threads} thread{'s' * (plan.threads > 1)}"
+    rates = f"{machine.memory_bandwidth / 1e9:.1f} GB/s over {machine.cores} x {machine.flops / 1e9:.1f} Gflop/s"
+    head = [
+        f"blocking for {plan.images} images and {threads}, {machine.target}, {caches}",
+        f"balance of the machine: {rates} = {machine.balance:.4f} bytes/flop",
+    ]
+    return "\n".join([*head, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def format_algorithms(algorithms: dict[str, str]) -> str:
     """"winograd", or where passes differ all of them in the order forward/weight_grad/input_grad."""
-    made = [getattr(layer, name).algorithm for name in PASSES if getattr(layer, name)]
+    made = list(algorithms.values())
+    return made[0] if len(set(made)) == 1 else "/".join(made)
+
+
+def _algorithms(layer: LayerPlan) -> str:
     if not layer.forward.flop:
         return ""
-    return made[0] if len(set(made)) == 1 else "/".join(made)
+    return format_algorithms(layer.algorithms) + (" (tuned)" if layer.tuned else "")
 
 
 def _shape(layout: Layout) -> str:

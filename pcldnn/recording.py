@@ -30,6 +30,7 @@ class Recording:
         self._network, self._communicator, self._report = network, communicator, report
         self._path, self._profile = path, profile
         self._steps, self._done = 0, False
+        self._first = {}  # totals of the first step: it touches all memory for the first time, and no other step does
         self.trace = Trace(max(LIMIT // communicator.size, 1000)) if path is not None or profile else None
 
     def __enter__(self):
@@ -50,6 +51,8 @@ class Recording:
         if self.trace is not None:
             self.trace.compute(STEP, "", start)
             self._steps += 1
+            if self._steps == 1:
+                self._first, self.trace.totals = self.trace.totals, {}
 
     def finish(self):
         """Write and print what was recorded; collective."""
@@ -67,7 +70,7 @@ class Recording:
         if self._profile:
             # All ranks measure the peak, as they have all computed.
             peak = measure_flops(self._network.prepared.threads)
-            self._say(profile_table(self._network.prepared, self.trace.totals, peak))
+            self._say(profile_table(self._network.prepared, self.trace.totals or self._first, peak))
 
     def __exit__(self, kind, error, traceback):
         self._network.trace = None
@@ -128,7 +131,7 @@ def profile_table(plan, totals, peak):
     flop = sum(total[3] for total in totals.values())
     last = [*rows[-1][:4], f"{flop / step_seconds / 1e9:,.1f}", f"{100 * flop / step_seconds / peak:.0f} %", ""]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [f"profile of {steps} steps on this rank, peak of its {plan.threads} threads {peak / 1e9:,.0f} Gflop/s:"]
+    lines = [f"profile of the last {steps} steps on this rank, peak of its {plan.threads} threads {peak / 1e9:,.0f} Gflop/s:"]
     for row in [*rows[:-1], last]:
         cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
         lines.append(("  " + "  ".join(cells)).rstrip())

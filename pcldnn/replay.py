@@ -96,7 +96,7 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
         raise ValueError(f"data: {train.name} is not what the checkpoint {str(checkpoint)!r} was trained on")
     network = job.build(train.num_classes, train.sample_shape, args.dropout, args.seed)
     trainer = Trainer(network, optim.SGD(schedule(args), args.momentum, args.weight_decay), communicator, threads,
-                      exact=args.exact)  # fmt: skip
+                      exact=args.exact, tune=args.tune)  # fmt: skip
     found = []
 
     def compare(record):

@@ -74,28 +74,43 @@ def optimal_groups(
 # --- the exchanges that this program makes ----------------------------------------------------------------------
 
 
-def grid_bytes(groups: int, nodes: int, minibatch: int, ifm: int, ofm: int) -> float:
-    """What a node sends in a step for a fully connected layer on a grid of groups x (nodes/groups) (derived).
+def grid_bytes(
+    groups: int, nodes: int, minibatch: int, inputs: int, outputs: int, weights: int, overlap: float = 0.0
+) -> float:
+    """What a node sends in a step for a layer on a grid of groups x (nodes/groups) (derived).
 
     The paper's two terms, gathering inputs (and adding up their gradients) and exchanging weights, with the own share
-    taken off, as it does not travel; and the way of the outputs from slices of features back to whole images.
+    taken off, as it does not travel; and the way of the outputs from slices of channels back to whole images.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Numbers of an image, before and behind the layer: ifm in_h in_w, ofm out_h out_w.
+    weights : int
+        Numbers: ifm ofm kh kw.
+    overlap : float
+        Of sending gradients and receiving weights: takes away up to half of their volume.
     """
     members = nodes // groups
     stays = 1 / members
-    inputs = 2 * FLOAT * ifm * minibatch / groups * (1 - stays)
-    outputs = 2 * FLOAT * ofm * minibatch / nodes * (1 - stays)
-    weights = 2 * FLOAT * ifm * ofm / members * (1 - 1 / groups)
-    return inputs + outputs + weights
+    gathered = 2 * FLOAT * inputs * minibatch / groups * (1 - stays)
+    returned = 2 * FLOAT * outputs * minibatch / nodes * (1 - stays)
+    exchanged = (2 - overlap) * FLOAT * weights / members * (1 - 1 / groups)
+    return gathered + returned + exchanged
 
 
-def best_grid(nodes: int, minibatch: int, ifm: int, ofm: int, most_members: int) -> int:
-    """Groups of the grid on which a fully connected layer costs least, exchanges counted as EXCHANGE_START each.
+def best_grid(
+    nodes: int, minibatch: int, inputs: int, outputs: int, weights: int, most_members: int, overlap: float = 0.0
+) -> int:
+    """Groups of the grid on which a layer costs least, exchanges counted as EXCHANGE_START each.
 
-    A group has at most `most_members` nodes; of equal costs the one nearer to data parallel.
+    A group has at most `most_members` nodes; of equal costs the one nearer to data parallel. Sizes are those of
+    `grid_bytes`.
     """
 
     def cost(groups):
         exchanges = 4 * (groups < nodes) + 2 * (groups > 1)
-        return grid_bytes(groups, nodes, minibatch, ifm, ofm) + exchanges * EXCHANGE_START, -groups
+        moved = grid_bytes(groups, nodes, minibatch, inputs, outputs, weights, overlap)
+        return moved + exchanges * EXCHANGE_START, -groups
 
     return min((g for g in range(1, nodes + 1) if nodes % g == 0 and nodes // g <= most_members), key=cost)

@@ -12,12 +12,14 @@ The communication thread executes commands in the order in which they come, so t
     What the network can carry beyond that are updates and new weights, of layers behind the one that computes: nobody
     reads their old weights any more in this step.
 (d) Small layers that follow each other are fused into one exchange of at least `FUSE`: latency is paid once.
+(e) Exact mode's partial sums that lie in memory of the arena (`grid.sums_stay`) are exchanged before backward goes on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pcldnn.grid import sums_stay
 from pcldnn.plan import Plan
 
 PIECE = 4 << 20  # [byte] of a whole array
@@ -53,6 +55,7 @@ class Schedule:
 
     backward: dict[str, Stage]  # after the weight gradient of the layer
     update: tuple[Stage, ...]
+    awaited: frozenset[str] = frozenset()  # layers whose reduce-scatters end before backward goes on
 
 
 def schedule(
@@ -77,10 +80,13 @@ def schedule(
             count = max(1, -(-message.bytes // PIECE))
             parts[message.layer] = [Part(message.layer, i, count, message.bytes // count) for i in range(count)]
     learning = [layer for layer in plan.layers if layer.name in parts]
-    found = _gradients(learning, parts)
+    awaited = frozenset(layer.name for layer in learning if not sums_stay(layer))
+    found = _gradients([layer for layer in learning if layer.name not in awaited], parts)
     groups = list(_groups(learning, parts))
-    backward, held = _fill(found, groups, plan, bandwidth, seconds or _least_seconds(plan, found), early)
-    return Schedule(backward, tuple(_update(groups, held)))
+    seconds = seconds or _least_seconds(plan, found)
+    backward, held = _fill(found, groups, plan, bandwidth, seconds, early)
+    backward |= {name: Stage(tuple((part,) for part in parts[name]), (), ()) for name in awaited}
+    return Schedule(backward, tuple(_update(groups, held)), awaited)
 
 
 def _gradients(learning, parts) -> dict[str, list[Bundle]]:
@@ -113,8 +119,8 @@ def _fill(found, groups: list[_Group], plan: Plan, bandwidth: float, seconds: di
     """What is submitted after each weight gradient, and the gradients left in the end; `groups` keep what is left."""
     # A rank keeps its own share of an array.
     travels = {layer.name: 1 - 1 / layer.partition.data for layer in plan.layers}
-    place = {name: i for i, name in enumerate(reversed(found))}
-    left = {name: 0 for name in found}  # parts of gradients that are not submitted
+    place = {layer.name: i for i, layer in enumerate(plan.layers)}
+    left = dict.fromkeys(place, 0)  # parts of gradients that are not submitted
     for part in (part for bundles in found.values() for bundle in bundles for part in bundle):
         left[part.layer] += 1
     submitted, waiting, credit = {}, [], 0.0

@@ -65,7 +65,7 @@ def _train(job, args, communicator):
         print(describe_spread(plan), flush=True)
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    trainer = Trainer(network, optimizer, communicator, threads, overlap=not args.no_overlap, **spread)
+    trainer = Trainer(network, optimizer, communicator, threads, overlap=not args.no_overlap, tune=args.tune, **spread)
     with stop_signals(trainer):
         result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
                              checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,

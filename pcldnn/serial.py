@@ -18,14 +18,15 @@ class SerialCommunicator(Commands):
     rank, size : int
     node_rank, node_size : int
         Index of this rank among those of its node, and their number.
-    nodes : int
-        Number of nodes.
+    node, nodes : int
+        Index of this rank's node, and the number of nodes.
     node_cores : int
         Cores that the ranks of this node may use together (union of their affinity masks).
     ranks_sharing_cores : int
         Ranks of this node, this one included, that may run on a core on which this one may run.
     transport : str
-        How float arrays travel, in words: "shared memory", or "messages of ..." and why.
+        How float arrays travel, in words: "shared memory", with or without messages between nodes, or "messages of
+        ..." and why.
     library, thread_level : str
         The MPI library and its thread support (`single`, `funneled`, `serialized`, `multiple`).
     note : str
@@ -36,7 +37,7 @@ class SerialCommunicator(Commands):
     size = 1
     node_rank = 0
     node_size = 1
-    nodes = 1
+    node, nodes = 0, 1
     ranks_sharing_cores = 1
     transport = "nothing"
     library = "none"
@@ -219,10 +220,8 @@ class SerialCommunicator(Commands):
             quota).
         """
         limit = self.node_cores if cores is None else min(self.node_cores, cores)
-        own = (socket.gethostname(), self._node, threads, limit, len(os.sched_getaffinity(0)))
+        own = (socket.gethostname(), self.node, threads, limit, len(os.sched_getaffinity(0)))
         return launcher.oversubscription_warning(self.allgather_object(own))
-
-    _node = 0
 
 
 def as_texts(description):

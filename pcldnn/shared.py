@@ -66,33 +66,39 @@ class Shared:
         weakref.finalize(mapping, self._arrays.pop, address, None)
         return arrays[self._comm.rank]
 
-    def holds(self, buffer):
-        """Whether an array comes from `allocate`, as a whole."""
-        return buffer.ctypes.data in self._arrays
+    def takes(self, parts):
+        """Whether all buffers come from `allocate`, as a whole."""
+        return all(buffer.ctypes.data in self._arrays for buffer, _ in parts)
 
     def reduce(self, parts):
-        """Each rank's own span of each buffer becomes the sum over ranks; the rest stays as it is."""
-        self._meet()
+        """Each rank's own span of each buffer becomes the sum over ranks; the rest is undefined."""
+        self.meet()
         for buffer, spans in parts:
-            span = slice(*spans[self._comm.rank])
-            add_arrays([array[span] for array in self._everyones(buffer)], buffer[span])
-        self._meet()
+            self.add(buffer, spans[self._comm.rank])
+        self.meet()
 
     def gather(self, parts):
         """Each rank's span of each buffer goes to all others, in place."""
-        self._meet()
-        rank, size = self._comm.rank, self._comm.size
+        self.meet()
         for buffer, spans in parts:
-            arrays = self._everyones(buffer)
-            for peer in ((rank + distance) % size for distance in range(1, size)):
-                span = slice(*spans[peer])
-                buffer[span] = arrays[peer][span]
-        self._meet()
+            for peer in self.peers():
+                self.copy(buffer, spans[peer], peer)
+        self.meet()
 
-    def _everyones(self, buffer):
-        return [buffer if array is None else array for array in self._arrays[buffer.ctypes.data]]
+    def add(self, buffer, span):
+        """A span becomes the sum of all ranks' arrays there; between two `meet`, for spans that nobody else looks at."""
+        arrays = [buffer if array is None else array.view(buffer.dtype) for array in self._arrays[buffer.ctypes.data]]
+        add_arrays([array[slice(*span)] for array in arrays], buffer[slice(*span)])
 
-    def _meet(self):
+    def copy(self, buffer, span, peer):
+        """Copy a span from another rank's array; between two `meet`."""
+        buffer[slice(*span)] = self._arrays[buffer.ctypes.data][peer].view(buffer.dtype)[slice(*span)]
+
+    def peers(self):
+        """The others, nearest first: so that not all ranks begin with the same one."""
+        return [(self._comm.rank + distance) % self._comm.size for distance in range(1, self._comm.size)]
+
+    def meet(self):
         """Wait until all ranks are here."""
         self._met += 1
         self._counter[0] = self._met

@@ -33,6 +33,7 @@ from pcldnn.communicator import create
 from pcldnn.data import Loader, check_class_map
 from pcldnn.digest import layer_digests, total_digest
 from pcldnn.faults import CollectiveError
+from pcldnn.plan import format_algorithms
 from pcldnn.recording import Recording
 from pcldnn.report import Report
 
@@ -136,11 +137,15 @@ class Trainer:
         How fully connected layers are spread over ranks; default: as the plan chooses. See `plan.plan`.
     exact : bool or int
         Exact mode: weights and losses do not depend, to the last bit, on ranks, threads and partitions.
+    tune : bool or dict
+        Time convolutions once and compute each in the quickest way: see `Network.prepare`. A checkpoint keeps the
+        choice, and a resumed run that is tuned takes it from there.
     """
 
-    def __init__(self, network, optimizer, communicator=None, threads=None, *, overlap=True, partitions=None, exact=False):
+    def __init__(self, network, optimizer, communicator=None, threads=None, *, overlap=True, partitions=None,
+                 exact=False, tune=False):
         self.network, self.optimizer = network, optimizer
-        self.partitions, self.exact = partitions, exact
+        self.partitions, self.exact, self.tune = partitions, exact, tune
         self.communicator = create() if communicator is None else communicator
         self.threads, self.overlap = threads, overlap
         self._stop_reason = None
@@ -290,7 +295,11 @@ class _Run:
         if self.trainer.overlap:
             self.communicator.start_thread()
         plan = self.network.prepare(self.minibatch, self.communicator, self.trainer.threads,
-                                    partitions=self.trainer.partitions, exact=self.trainer.exact)
+                                    partitions=self.trainer.partitions, exact=self.trainer.exact,
+                                    tune=self._tune(resume))
+        if plan.tuned:
+            self.report.say("tuned: " + ", ".join(f"{layer.name} {format_algorithms(layer.algorithms)}"
+                                                  for layer in plan.layers if layer.tuned))
         if resume is not None:
             self._resume(resume)
         self._open_outputs()
@@ -330,7 +339,7 @@ class _Run:
                              "classes")
         description = {"pcldnn version": __version__, "SIMD width": _kernels.SIMD_WIDTH, "minibatch": self.minibatch,
                        "steps": self.last_step, "seed": self.network.seed, "checkpoint": self.checkpoint is not None,
-                       "optimizer": repr(self.optimizer.description())}
+                       "optimizer": repr(self.optimizer.description()), "tune": repr(self.trainer.tune)}
         for what, dataset in (("training data", self.train), ("validation data", self.validation)):
             identity = {"present": False} if dataset is None else dataset.identity()
             description.update({f"{what}: {key}": value for key, value in identity.items()})
@@ -421,7 +430,17 @@ class _Run:
                 "seed": self.network.seed, "optimizer": self.optimizer.description(),
                 "class_names": list(self.train.class_names), "dataset": self.train.fingerprint(),
                 "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
-                "pieces": self.network.prepared.pieces, "settings": self.settings}
+                "pieces": self.network.prepared.pieces, "algorithms": self.network.prepared.algorithms,
+                "tuned": self.network.prepared.tuned, "settings": self.settings}
+
+    def _tune(self, resume):
+        """What `Network.prepare` takes: in a resumed run the choice that its checkpoint says was timed."""
+        if self.trainer.tune is not True or resume is None:
+            return self.trainer.tune
+        with CollectiveReader(resume, self.communicator) as reader:
+            metadata = reader.metadata
+        recorded = metadata.get("tuned", {})
+        return {name: passes for name, passes in recorded.items() if name in self.network.names} or True
 
     def _resume(self, path):
         with CollectiveReader(path, self.communicator) as reader:
@@ -448,6 +467,12 @@ class _Run:
         if metadata.get("pieces", 0) != self.network.prepared.pieces:
             self.report.warn(f"{path} was trained with {metadata.get('pieces', 0)} pieces a minibatch (exact mode; 0 is "
                              f"without), this run has {self.network.prepared.pieces}: bits will differ")
+        planned = self.network.prepared.algorithms
+        changed = [f"{name} {format_algorithms(passes)}, now {format_algorithms(planned[name])}"
+                   for name, passes in metadata.get("algorithms", planned).items()
+                   if passes != planned.get(name, passes)]
+        if changed:
+            self.report.warn(f"{path} was trained with other algorithms ({'; '.join(changed)}): bits will differ")
         inside = metadata["step"] % metadata["steps_per_epoch"]
         if metadata["steps_per_epoch"] != self.steps_per_epoch:
             if inside:

@@ -2,8 +2,8 @@
 
 Every rank sends each other rank the part that this one owns, and adds what it receives, in the order of ranks. That
 moves n(p-1)/p elements a rank, the least there is (Patarasuk and Yuan), at a latency of p-1 messages that are all under way
-at once. The order of additions depends neither on how an array is cut in pieces nor on how the parts travel, so
-results are the same bits in every schedule; with a reduction of the MPI library they would not be.
+at once. The order of additions does not depend on how an array is cut in pieces, so results are the same bits in every
+schedule; with a reduction of the MPI library they would not be.
 
 A part of an exchange is `(buffer, spans)`: a flat array and the (start, stop) of what each rank owns in it. Several
 parts in one call are one exchange: small layers share a latency.
@@ -35,8 +35,8 @@ def add_arrays(arrays, out):
     module.sum_arrays(arrays, out)
 
 
-class Direct:
-    """Messages between the ranks of an MPI communicator.
+class Messages:
+    """Arrays on their way from and to other ranks; those between two ranks keep their order.
 
     Parameters
     ----------
@@ -49,50 +49,77 @@ class Direct:
 
     def __init__(self, MPI, comm, wait):
         self._MPI, self._comm, self._wait = MPI, comm, wait
+        self._requests = []
         self._scratch = np.empty(0, np.uint8)
 
+    def receive(self, array, peer):
+        """Begin to receive; an empty message is left out on both sides alike."""
+        if array.size:
+            self._requests.append(self._comm.Irecv(array, peer, _TAG))
+
+    def send(self, array, peer):
+        """Begin to send; leave the array alone until `finish`."""
+        if array.size:
+            self._requests.append(self._comm.Isend(array, peer, _TAG))
+
+    def finish(self):
+        """Wait until all that was begun has arrived and left."""
+        requests, self._requests = self._requests, []
+        if requests:
+            self._wait(lambda: self._MPI.Request.Testall(requests))
+
+    def room(self, parts, senders):
+        """Memory for what arrives of this rank's spans: for each part an array (senders, size)."""
+        spans = [spans[self._comm.rank] for _, spans in parts]
+        bytes_of = [(stop - start) * buffer.itemsize * senders for (start, stop), (buffer, _) in zip(spans, parts)]
+        if sum(bytes_of) > self._scratch.nbytes:
+            self._scratch = np.empty(sum(bytes_of), np.uint8)
+        ends = np.cumsum(bytes_of)
+        return [
+            self._scratch[end - size : end].view(buffer.dtype).reshape(senders, stop - start)
+            for end, size, (start, stop), (buffer, _) in zip(ends, bytes_of, spans, parts)
+        ]
+
+
+class Direct:
+    """Exchanges by messages between each two ranks of an MPI communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    messages : Messages
+        Of the same communicator.
+    """
+
+    def __init__(self, comm, messages):
+        self._comm, self._messages = comm, messages
+
     def reduce(self, parts):
-        """Each rank's own span of each buffer becomes the sum over ranks; the rest stays as it is."""
-        rank = self._comm.rank
-        incoming = self._incoming(parts)
-        received = [{peer: array for peer, array in zip(self._peers(), arrays)} for arrays in incoming]
-        self._move(
-            [(buffer[slice(*spans[peer])], peer) for buffer, spans in parts for peer in self._peers()],
-            [(arrays[peer], peer) for arrays in received for peer in self._peers()],
-        )
-        for (buffer, spans), arrays in zip(parts, received):
+        """Each rank's own span of each buffer becomes the sum over ranks; the rest is undefined."""
+        rank, peers, messages = self._comm.rank, self._peers(), self._messages
+        arrived = [dict(zip(peers, room)) for room in messages.room(parts, len(peers))]
+        for arrays in arrived:
+            for peer in peers:
+                messages.receive(arrays[peer], peer)
+        for buffer, spans in parts:
+            for peer in peers:
+                messages.send(buffer[slice(*spans[peer])], peer)
+        messages.finish()
+        for (buffer, spans), arrays in zip(parts, arrived):
             own = buffer[slice(*spans[rank])]
             add_arrays([arrays.get(peer, own) for peer in range(self._comm.size)], own)
 
     def gather(self, parts):
         """Each rank's span of each buffer goes to all others, in place."""
-        rank = self._comm.rank
-        self._move(
-            [(buffer[slice(*spans[rank])], peer) for buffer, spans in parts for peer in self._peers()],
-            [(buffer[slice(*spans[peer])], peer) for buffer, spans in parts for peer in self._peers()],
-        )
+        rank, messages = self._comm.rank, self._messages
+        for buffer, spans in parts:
+            for peer in self._peers():
+                messages.receive(buffer[slice(*spans[peer])], peer)
+        for buffer, spans in parts:
+            for peer in self._peers():
+                messages.send(buffer[slice(*spans[rank])], peer)
+        messages.finish()
 
     def _peers(self):
         """The others, nearest first: so that not all ranks begin with the same one."""
         return [(self._comm.rank + distance) % self._comm.size for distance in range(1, self._comm.size)]
-
-    def _incoming(self, parts):
-        """Memory for what the peers send: for each part one array a peer."""
-        rank, peers = self._comm.rank, self._comm.size - 1
-        sizes = [spans[rank][1] - spans[rank][0] for _, spans in parts]
-        needed = sum(size * buffer.itemsize for size, (buffer, _) in zip(sizes, parts)) * peers
-        if needed > self._scratch.nbytes:
-            self._scratch = np.empty(needed, np.uint8)
-        arrays, start = [], 0
-        for size, (buffer, _) in zip(sizes, parts):
-            stop = start + size * buffer.itemsize * peers
-            arrays.append(self._scratch[start:stop].view(buffer.dtype).reshape(peers, size))
-            start = stop
-        return arrays
-
-    def _move(self, sends, receives):
-        # Empty messages are left out on both sides alike. Between two ranks messages keep their order.
-        requests = [self._comm.Irecv(array, peer, _TAG) for array, peer in receives if array.size]
-        requests += [self._comm.Isend(array, peer, _TAG) for array, peer in sends if array.size]
-        if requests:
-            self._wait(lambda: self._MPI.Request.Testall(requests))

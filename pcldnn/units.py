@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pcldnn.exchange import add_rows, gather_rows, reduce_tree, sum_leaves, to_images, to_slices
+from pcldnn.exchange import Tree, add_rows, gather_rows, reduce_trees, sum_leaves, to_images, to_slices
 from pcldnn.grid import activation_messages, image_leaves, member_part, output_cuts, output_leaves
 from pcldnn.layers.base import LayerPlan, Memory, StepContext, Unit, by_image
 from pcldnn.layout import aligned_zeros
 from pcldnn.partition import bounds, shard_sizes, shares
+from pcldnn.transfer import piece_spans
 
 
 class Placement:
@@ -87,13 +88,6 @@ class Placement:
         """Inverse of `gather_shard`, a copy."""
         return self.cut(whole)[self.own].copy()
 
-    def reduce(self, unit: Unit) -> None:
-        """Part-reduce of gradients: the sum over all images arrives in the owned shard."""
-        if self.layer.pieces:
-            unit.reduce_sums(self)
-        elif self.data.size > 1:
-            self.data.reduce_scatter(unit.gradients, self.shards)
-
     def unit(self, memory: Memory, threads: int) -> Unit:
         """The layer at run time. `memory` has what `grid.grid_arrays` lists in its scratch, by role."""
         kind = ExactUnit if self.layer.pieces else Unit
@@ -126,12 +120,12 @@ class ExactUnit(Unit):
         Output blocks of each piece.
     """
 
-    sums = ()
+    sums, counts = (), ()  # of the last weight gradient: partial sums, and images of each piece
 
     def weight_grad(self, dy: np.ndarray) -> None:
-        """Partial sums of gradients; `reduce_sums` completes them."""
+        """Partial sums of gradients; their `tree` completes them."""
         x, y, first = self.x, self.y, self.image_leaves.start
-        counts = self.step.piece_counts
+        counts = self.counts = self.step.piece_counts
 
         def leaf(piece, flat):
             rows = slice(sum(counts[first:piece]), sum(counts[first : piece + 1]))
@@ -142,15 +136,14 @@ class ExactUnit(Unit):
         if self.gradients.size:  # a member of a group may have no output at all
             buffers = [self.gradients, *self._buffers("weight_grad sums", self.gradients.size)]
             self.sums = sum_leaves(self.image_leaves, counts, leaf, buffers)
+        if all(array is None for _, array in self.sums):
+            self.gradients[...] = 0
         self.x, self.y, self.grad = x, y, self.plan.views(self.gradients)
 
-    def reduce_sums(self, placement: Placement) -> None:
-        """Add up the partial sums of all ranks: the owned shard of `gradients` is complete then."""
-        reduce_tree(
-            placement.data, self.sums, image_leaves(placement.layer), self.step.piece_counts, placement.shards,
-            self.memory.scratch.get("weight_grad arrivals"), self.gradients[placement.own],
-        )  # fmt: skip
-        self.sums = ()
+    def tree(self, placement: Placement, spans) -> Tree:
+        """Spans of the gradients, of each rank that shares them, from the partial sums of all."""
+        own = self.gradients[slice(*spans[placement.group])]
+        return Tree(self.sums, image_leaves(placement.layer), self.counts, spans, own)
 
     def input_grad(self, dy: np.ndarray) -> np.ndarray:
         if not self.plan.layer.splittable:
@@ -163,13 +156,13 @@ class ExactUnit(Unit):
         if not len(dy):
             return []
         shape = self.memory.input_grad[: len(dy)].shape
-        rows, block, first = by_image(dy), self.plan.output.block, self.output_leaves.start
+        rows, width, first = by_image(dy), self.plan.output.block_features, self.output_leaves.start
 
         def leaf(piece, flat):
             start, stop = (sum(self.output_pieces[first:end]) for end in (piece, piece + 1))
-            columns = self.memory.scratch["input_grad columns"][: len(dy) * (stop - start) * block]
-            columns = columns.reshape(len(dy), stop - start, 1, 1, block)
-            by_image(columns)[...] = rows[:, start * block : stop * block]
+            columns = self.memory.scratch["input_grad columns"][: len(dy) * (stop - start) * width]
+            columns = columns.reshape(len(dy), stop - start, *dy.shape[2:])
+            by_image(columns)[...] = rows[:, start * width : stop * width]
             self.plan.layer.compute_input_grad_of(self, columns, flat.reshape(shape), start, stop)
 
         size = int(np.prod(shape))
@@ -189,7 +182,7 @@ class SplitUnit:
         self.plan, self.name = placement.layer, placement.layer.name
         self.group_input = _shaped(memory.scratch["group input"], self.plan.input, self.plan.group_images)
         self.slice_grad = _shaped(memory.scratch.get("slice output_grad"), placement.part.output, self.plan.group_images)
-        self.widths = [cut * self.plan.output.block for cut in placement.cuts]
+        self.widths = [cut * self.plan.output.block_features for cut in placement.cuts]
         self.counts = ()  # images of each member in the last forward pass
 
     @property
@@ -223,14 +216,13 @@ class SplitUnit:
             return dx
         sums = self.inner.input_sums(self._slice_grad())
         sizes = [count * self.plan.input.padded_features for count in self.counts]
-        self._travel(
-            "add_input_grads", reduce_tree, sums, output_leaves(self.plan), self.inner.output_pieces, sizes,
-            self.memory.scratch.get("input_grad arrivals"), dx.reshape(-1),
-        )  # fmt: skip
+        spans, leaves = piece_spans(sizes), output_leaves(self.plan)
+        tree = Tree(sums, leaves, self.inner.output_pieces, spans, dx.reshape(-1))
+        self._travel("add_input_grads", reduce_trees, [tree], self.memory.scratch.get("input_grad arrivals"))
         return dx
 
-    def reduce_sums(self, placement: Placement) -> None:
-        self.inner.reduce_sums(placement)
+    def tree(self, placement: Placement, spans) -> Tree:
+        return self.inner.tree(placement, spans)
 
     def _travel(self, kind: str, function, *arguments) -> None:
         """An exchange of activations between the members of the group."""

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Run a command on ranks that see each other as hosts, two or more, joined by a network of a given speed.
+"""Run a command on ranks of emulated hosts, two or more, joined by a network of a given speed.
 
-Each rank runs in a network namespace of its own. A virtual cable (veth) leads from it to a switch, in one more
-namespace; a token bucket at either end gives it `--rate` each way. MPI must use TCP between the ranks. Nothing outside
-these namespaces is touched, and they are removed at the end, whatever happens.
+Each host is a network namespace. A virtual cable (veth) leads from it to a switch, in one more namespace; a token
+bucket at either end gives it `--rate` each way. Ranks are dealt out in blocks; MPI must use TCP between the hosts, and
+takes each for a node. Nothing outside these namespaces is touched, and they are removed at the end, whatever happens.
 
     sudo python scripts/emulated_cluster.py python scripts/train_vgg.py --steps 10 --trace trace.json
+    sudo python scripts/emulated_cluster.py --ranks-per-host 2 python scripts/exchange_benchmark.py
 
 Needs Linux, root, iproute2 (ip, tc) and the MPICH that comes from PyPI (pip install mpich). At the end the bytes that
 each host sent are printed, as the interfaces counted them.
@@ -24,7 +25,7 @@ from pathlib import Path
 
 # The launcher starts this once for each rank, in the namespace of the launcher, with the rank in the environment.
 ENTER = """#!/bin/sh
-exec ip netns exec {prefix}$PMI_RANK "$@"
+exec ip netns exec {prefix}$((PMI_RANK / {ranks})) "$@"
 """
 ADDRESS = "10.219.77.{}/24"
 DEVICE = "pcldnn0"  # in the namespace of every host
@@ -88,20 +89,20 @@ def sent(name):
     return int(run("ip", "netns", "exec", name, "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"))
 
 
-def launch(names, command, timeout):
-    """Run `command` on a rank in each namespace; returns the exit code."""
+def launch(names, command, ranks, timeout):
+    """Run `command` on `ranks` ranks in each namespace; returns the exit code."""
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     with tempfile.TemporaryDirectory() as folder:
         enter = Path(folder) / "enter"
-        enter.write_text(ENTER.format(prefix=names[0].removesuffix("0")))
+        enter.write_text(ENTER.format(prefix=names[0].removesuffix("0"), ranks=ranks))
         enter.chmod(0o755)
         environment = {
-            **os.environ, "MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self",
-            "UCX_NET_DEVICES": DEVICE,
+            **os.environ, "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE,
+            "MPIR_CVAR_NUM_CLIQUES": str(len(names)), "MPIR_CVAR_CLIQUES_BY_BLOCK": "1",  # each host is a node
         }  # fmt: skip
-        ranks = str(len(names))
-        process = subprocess.Popen([mpirun, "-n", ranks, str(enter), *command], env=environment, start_new_session=True)
+        count = str(ranks * len(names))
+        process = subprocess.Popen([mpirun, "-n", count, str(enter), *command], env=environment, start_new_session=True)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -119,14 +120,17 @@ def launch(names, command, timeout):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="with a rank on each (default %(default)s)")
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="(default %(default)s)")
     parser.add_argument("--rate", default="1gbit", help="of each host, each way, as tc takes it (default %(default)s)")
     parser.add_argument("--burst", default="128kb", help="of the token bucket, as tc takes it (default %(default)s)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="[s] (default %(default)s)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("a command is needed")
+    if args.ranks_per_host < 1:
+        parser.error(f"--ranks-per-host: got {args.ranks_per_host}, wanted at least 1")
     problem = missing()
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -134,8 +138,8 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the network is removed then, too
     with network(args.hosts, args.rate, args.burst) as names:
         print(f"{args.hosts} hosts, {args.rate} to and from each", flush=True)
-        code = launch(names, args.command, args.timeout)
-        counts = ", ".join(f"{sent(name) / 1e6:,.2f} MB from rank {rank}" for rank, name in enumerate(names))
+        code = launch(names, args.command, args.ranks_per_host, args.timeout)
+        counts = ", ".join(f"{sent(name) / 1e6:,.2f} MB from host {host}" for host, name in enumerate(names))
         print(f"on the wire: {counts} (headers included)")
     return code
 

@@ -22,11 +22,11 @@ import venv
 from pathlib import Path
 
 STEPS = 20
-# Ranks, threads of each, partition of the fully connected layers, steps.
+# Ranks, threads of each, partition of all layers or of some.
 RUNS = [
     (1, 1, "1x1"), (1, 2, "1x1"),
     (2, 1, "2x1"), (2, 2, "2x1"), (2, 1, "1x2"),
-    (4, 1, "4x1"), (4, 1, "2x2"), (4, 2, "2x2"), (4, 1, "1x4"), (4, 1, "fc=4x1,{first}=1x4,{last}=2x2"),
+    (4, 1, "4x1"), (4, 1, "2x2"), (4, 2, "2x2"), (4, 1, "1x4"), (4, 1, "conv=2x2,fc=4x1,{first}=1x4,{last}=2x2"),
     (8, 1, "8x1"), (8, 1, "4x2"), (8, 2, "4x2"), (8, 1, "2x4"), (8, 1, "1x8"),
 ]  # fmt: skip
 EDGES = {"vgg_a": {"first": "fc6", "last": "fc8"}, "dnn": {"first": "fc1", "last": "fc4"}}
@@ -54,7 +54,7 @@ def worker(args):
 
     with communicator.create() as comm, comm.abort_on_error():
         network, train, minibatch = build(args.network)
-        grids = partitions(args.partition if "=" in args.partition else f"fc={args.partition}")
+        grids = partitions(args.partition if "=" in args.partition else f"conv={args.partition},fc={args.partition}")
         optimizer = SGD(0.01, momentum=0.9, weight_decay=5e-4)
         trainer = Trainer(network, optimizer, comm, args.threads, partitions=grids, exact=not args.default_mode)
         records, ends = [], []
@@ -115,7 +115,7 @@ def environment_with(mpi):
 
 def show(network, pythons, most_ranks, options):
     """Print the table of one network; whether all digests are equal."""
-    print(f"{network}: {STEPS} steps\n{'MPI':<18} {'ranks':<14} {'threads':<8} {'fully connected':<32} {'time':>8}  SHA-256")
+    print(f"{network}: {STEPS} steps\n{'MPI':<18} {'ranks':<14} {'threads':<8} {'partition':<32} {'time':>8}  SHA-256")
     digests = set()
     for python in pythons:
         for ranks, threads, partition in RUNS:

@@ -2,10 +2,12 @@
 """Our part-reduce and part-broadcast against MPI's Reduce_scatter and Allgather; to be run under mpirun.
 
     mpirun -n 2 python scripts/exchange_benchmark.py --megabytes 1 16 64
+    PCLDNN_NODES=2+2 mpirun -n 4 python scripts/exchange_benchmark.py      # as if these were two nodes
 
 All in the same run, in turn, float32. A time is the median over repeats of the slowest rank's; a rate is the bytes that
 must arrive at each rank, n (p-1)/p, by that time. MPI is measured as it is called everywhere, blocking, and (with
---polite) non-blocking with sleeps between tests, which on fewer cores than ranks is much faster.
+--polite) non-blocking with sleeps between tests, which on fewer cores than ranks is much faster. "two levels" is shared
+memory inside nodes and messages between them; "messages" goes from each rank to each other one.
 """
 
 import argparse
@@ -28,10 +30,14 @@ def contestants(comm, count, polite):
         idle(request.Test)
 
     found = {}
-    if comm.transport == "shared memory":
-        found["pcldnn, shared memory"] = (
-            lambda: comm.reduce_scatter(shared, owned), lambda: comm.allgather(shared, owned))  # fmt: skip
-    found["pcldnn, messages"] = (lambda: comm.reduce_scatter(plain, owned), lambda: comm.allgather(plain, owned))
+    def directly(method):
+        for parts in comm._pieces(plain, owned):
+            method(parts)
+
+    if comm.transport.startswith("shared memory"):
+        name = "pcldnn, shared memory" if comm.nodes == 1 else "pcldnn, two levels"
+        found[name] = (lambda: comm.reduce_scatter(shared, owned), lambda: comm.allgather(shared, owned))
+    found["pcldnn, messages"] = (lambda: directly(comm._direct.reduce), lambda: directly(comm._direct.gather))
     found[comm.library] = (
         lambda: mpi.Reduce_scatter(in_place, theirs, owned), lambda: mpi.Allgatherv(in_place, [theirs, owned]))  # fmt: skip
     if polite:

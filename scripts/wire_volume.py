@@ -50,7 +50,7 @@ def counted(groups, args):
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--minibatch", args.minibatch, "--steps", steps,
                    "--widths", *args.widths, "--partition", f"fc={groups}x{args.hosts // groups}"]  # fmt: skip
         with emulated_cluster.network(args.hosts, args.rate, "128kb") as names:
-            if emulated_cluster.launch(names, [str(word) for word in command], args.timeout):
+            if emulated_cluster.launch(names, [str(word) for word in command], 1, args.timeout):
                 sys.exit("error: the run failed")
             sent.append(sum(map(emulated_cluster.sent, names)) / len(names))
     return (sent[1] - sent[0]) / args.steps

@@ -1,5 +1,7 @@
 """Fixtures of all tests."""
 
+import json
+
 import pytest
 from blocked import Arena
 from mpi_launch import launch, mpirun_command
@@ -19,6 +21,30 @@ def run_mpi():
     """
     mpirun_command()
     return launch
+
+
+@pytest.fixture(scope="module")
+def run_cases(run_mpi, tmp_path_factory):
+    """`run_cases(program, cases, **options)`: ``results(ranks, case)``, what each rank got in a case of tests/mpi/`program`.
+
+    All cases of a number of ranks run as one job, when the first of them is asked for; `results.folder(ranks)` is where
+    it wrote its files.
+    """
+
+    def prepared(program, cases, **options):
+        folders = {}
+
+        def results(ranks, case):
+            if ranks not in folders:
+                folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+                run_mpi(ranks, [f"tests/mpi/{program}", folder, *cases], **options)
+                folders[ranks] = folder
+            return [json.loads((folders[ranks] / f"{case}-{rank}.json").read_text()) for rank in range(ranks)]
+
+        results.folder = folders.get
+        return results
+
+    return prepared
 
 
 @pytest.fixture(params=sorted(_kernels.targets))

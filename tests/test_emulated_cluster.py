@@ -30,8 +30,9 @@ def namespaces():
     return {line.split()[0] for line in run("ip", "netns", "list").stdout.splitlines()}
 
 
-@pytest.mark.parametrize(("program", "code"), [("short_run.py", 0), ("no_such_file.py", 2)])
-def test_an_exchange_goes_over_the_wire(program, code):
+@pytest.fixture
+def hosts():
+    """`hosts(options, *command, **environment)` -> exit code, MB sent by each host, output; skips where it cannot be."""
     if emulated_cluster.missing():
         pytest.skip(emulated_cluster.missing())
     if "--oversubscribe" in mpirun_command():
@@ -40,12 +41,42 @@ def test_an_exchange_goes_over_the_wire(program, code):
     if run("ip", "netns", "add", trial).returncode != 0:
         pytest.skip("network namespaces are not allowed here")
     run("ip", "netns", "del", trial)
-    command = [sys.executable, str(SCRIPT), "--timeout", "60", sys.executable, str(REPOSITORY / "tests" / "mpi" / program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    return emulate
+
+
+def emulate(options, *command, **environment):
+    command = [sys.executable, str(SCRIPT), "--timeout", "60", *options, sys.executable, *command]
+    environment = {**os.environ, **environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         output, _ = process.communicate(timeout=120)
-    assert (process.returncode == 0) == (code == 0), output
-    sent = [float(number) for number in re.findall(r"([\d.]+) MB from rank", output)]
-    assert len(sent) == 2
-    if code == 0:
-        assert all(number > 0.003 for number in sent)  # 1000 floats, half of them each way, twice, and headers
     assert not [name for name in namespaces() if name.startswith(f"pcldnn{process.pid}")]
+    return process.returncode, [float(number) for number in re.findall(r"([\d.]+) MB from host", output)], output
+
+
+@pytest.mark.parametrize(("program", "works"), [("short_run.py", True), ("no_such_file.py", False)])
+def test_an_exchange_goes_over_the_wire(hosts, program, works):
+    code, sent, output = hosts([], str(REPOSITORY / "tests" / "mpi" / program))
+    assert (code == 0) == works, output
+    assert len(sent) == 2
+    if works:
+        assert all(number > 0.003 for number in sent)  # 1000 floats, half of them each way, twice, and headers
+
+
+@pytest.mark.parametrize(("shared", "times"), [("1", 1), ("0", 2)])
+def test_each_byte_crosses_the_wire_once_a_host(hosts, shared, times):
+    """Two ranks a host: in two levels half of an array leaves each host, twice; by messages between all ranks all of it."""
+    code = """
+import numpy as np
+from pcldnn import communicator
+with communicator.create() as comm, comm.abort_on_error():
+    assert (comm.node, comm.nodes) == (comm.rank // 2, 2)
+    buffer = comm.allocate(4 << 20)
+    buffer[:] = comm.rank
+    comm.reduce_scatter(buffer, [1 << 20] * 4)
+    comm.allgather(buffer, [1 << 20] * 4)
+    assert (buffer == 6).all()
+"""
+    code, sent, output = hosts(["--ranks-per-host", "2"], "-c", code, PCLDNN_SHM=shared)
+    assert code == 0, output
+    megabytes = (16 << 20) / 1e6
+    assert all(megabytes * times < number < 1.1 * megabytes * times for number in sent), output

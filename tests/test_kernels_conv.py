@@ -267,12 +267,12 @@ def test_relu_keeps_nan(target):
     assert (np.isnan(y) == seen).all() and (y[:, :, ~seen] >= 0).all()
 
 
-# Forward and input gradient: channel blocks a pass, tiles across images. Weight gradient: rows of a band,
-# channel blocks of a job, copies of dweight (summed at the end), sums across images.
+# Forward and input gradient: channel blocks a pass, tiles across images, rows of a job. Weight gradient: rows of a
+# band, channel blocks of a job, copies of dweight (summed at the end), sums across images.
 BLOCKINGS = [
-    ((1, False), (1, False), (1, 1, 1, False)),
-    ((3, True), (2, True), (2, 3, 2, True)),
-    ((100, True), (100, True), (100, 100, 3, False)),
+    ((1, False, 1), (1, False, 2), (1, 1, 1, False)),
+    ((3, True, 2), (2, True, 1), (2, 3, 2, True)),
+    ((100, True, 100), (100, True, 100), (100, 100, 3, False)),
 ]
 
 
@@ -280,6 +280,20 @@ BLOCKINGS = [
 @pytest.mark.parametrize("case", AWKWARD_CONVOLUTIONS, ids=lambda case: case.name)
 def test_blocking_does_not_change_the_result(target, case, blocking):
     check_exact(target, case, blocking)
+
+
+@pytest.mark.parametrize(
+    "blocking",
+    [
+        ((0, False, 1), None, None), (None, (1, 0, 1), None), (None, (1, False), None), (None, None, (1, 1, 1, 1)),
+        (None, None, (-1, 1, 1, False)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_blocking_is_checked(target, blocking):
+    case = Convolution("small", 1, 3, (4, 4), 5, (3, 3))
+    with pytest.raises(ValueError, match=r"blocking is .*wanted \(.*across_images\?"):
+        run(target, case, logical_arrays(case), target.SIMD_WIDTH, blocking=blocking)
 
 
 def test_shapes_are_checked(target):

@@ -44,7 +44,7 @@ def logical_arrays(case, make=normal):
     )
 
 
-def run(kernels, case, arrays, b, put=np.array, out=None, threads=1, scratch=False, relu=False):
+def run(kernels, case, arrays, b, put=np.array, out=None, threads=1, scratch=False, relu=False, blocking=None):
     """All passes: y (N, KB*b), dx (N, padded F), dweight (KB, F, b), blocked.
 
     The input gradient, which wants whole blocks of features, gets a weight whose further features are zero.
@@ -55,7 +55,7 @@ def run(kernels, case, arrays, b, put=np.array, out=None, threads=1, scratch=Fal
     x, blocked, dy = put(x), put(block_weight(weight, b)), put(pad_columns(dy, blocks(case.outputs, b) * b))
     whole = put(block_weight(pad_columns(weight, padded), b))
     y, dx, dweight = out(*dy.shape), out(case.n, padded), out(*blocked.shape)
-    more = {"num_threads": threads}
+    more = {"num_threads": threads, "blocking": blocking}
 
     def memory(features):
         return {"scratch": out(kernels.linear_scratch_size(case.n, features, dy.shape[1]))} if scratch else {}
@@ -114,6 +114,35 @@ def test_a12_threads_do_not_change_a_bit(target, case):
     results = [run(target, case, logical_arrays(case), target.SIMD_WIDTH, threads=t) for t in (*THREADS, 6)]
     for other in results[1:]:
         assert [a.tobytes() for a in results[0]] == [a.tobytes() for a in other]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_blocking_does_not_change_a_bit(target, case):
+    """Depth (of the input gradient a multiple of every SIMD width), tiles, pairs: small ones, and larger than all."""
+    b = target.SIMD_WIDTH
+    cuts = (None, (16, 1, 1), (48, 3, 2), (1024 // b, 1000, 4))
+    results = [run(target, case, logical_arrays(case), b, threads=2, blocking=cut) for cut in cuts]
+    for other in results[1:]:
+        assert [a.tobytes() for a in results[0]] == [a.tobytes() for a in other]
+
+
+@pytest.mark.parametrize(
+    "blocking", [(0, 1, 1), (16, 1), (16, 1, 1, 1), (16, 1, True), (16, 1, 2.0), (16, 1, 2**31), 16, "one"], ids=str
+)
+def test_blocking_is_checked(target, blocking):
+    case = FullyConnected("small", 2, 8, 8)
+    with pytest.raises(ValueError, match=r"blocking is .*wanted \(depth, tiles, pairs\)"):
+        run(target, case, logical_arrays(case), target.SIMD_WIDTH, blocking=blocking)
+
+
+@pytest.mark.parametrize("blocking, said", [((17, 1, 1), "multiple of the SIMD width"), ((256, 4096, 4096), "stack")])
+def test_the_blocking_of_the_input_gradient_is_checked(target, blocking, said):
+    if target is reference:
+        pytest.skip("the twin keeps no sums")
+    b = target.SIMD_WIDTH
+    dy, weight, dx = np.zeros((1, 512), np.float32), np.zeros((512 // b, b, b), np.float32), np.zeros((1, b), np.float32)
+    with pytest.raises(ValueError, match=said):
+        target.linear_input_grad(dy, weight, dx, blocking=blocking)
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -52,6 +52,17 @@ def test_pooling(target, case, arena):
 
 
 @pytest.mark.parametrize("case", POOLINGS, ids=lambda case: case.name)
+def test_gradient_through_the_relu_before(target, case):
+    """Bit for bit the gradient of the maximum, masked afterwards; windows of zeros alone pass nothing on."""
+    x, dy = (block(array, target.SIMD_WIDTH) for array in logical_arrays(case))
+    x = np.maximum(x - np.float32(0.5), 0)
+    window, apart, together = (case.kernel, case.stride, case.padding), np.empty_like(x), np.empty_like(x)
+    target.max_pool2d_input_grad(x, dy, apart, *window)
+    target.max_pool2d_input_grad(x, dy, together, *window, relu=True)
+    np.testing.assert_array_equal(together, np.where(x > 0, apart, 0))
+
+
+@pytest.mark.parametrize("case", POOLINGS, ids=lambda case: case.name)
 def test_threads_do_not_change_a_bit(target, case):
     results = [run(target, case, logical_arrays(case), target.SIMD_WIDTH, threads=t) for t in THREADS]
     for other in results[1:]:

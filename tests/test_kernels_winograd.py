@@ -133,6 +133,12 @@ def test_bit_identical_for_any_number_of_threads_and_from_run_to_run(target, blo
         assert all(np.array_equal(one, other) for one, other in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.parametrize("blocking", [(0, 1, 1, False), (5, 1, 1, 0), (5, 1, 1), (5, 1, -2, True)], ids=str)
+def test_blocking_is_checked(target, blocking):
+    with pytest.raises(ValueError, match=r"blocking is .*wanted \(tiles, k_blocks, c_blocks, private\?\)"):
+        winograd(target, arrays("7x7"), SHAPES["7x7"][5], target.SIMD_WIDTH, blocking)
+
+
 def test_padded_lanes_stay_zero(target):
     values, b = arrays("mixed padding"), target.SIMD_WIDTH
     values[2][...] = 0

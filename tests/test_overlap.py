@@ -138,6 +138,25 @@ def test_small_layers_share_an_exchange():
     assert [len(bundle) for stage in made.update for bundle in stage.weights] == [5]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "pieces", "awaited"), [(2, 8, False), (3, 8, True), (5, 8, False), (5, 16, True), (9, 8, False)]
+)
+def test_exact_mode_overlaps_where_partial_sums_stay(ranks, pieces, awaited):
+    """What must be exchanged before backward goes on is neither fused nor held back."""
+    layers = [Linear(50, 3000), Sigmoid(), Linear(3000, 2000), Sigmoid(), Linear(2000, 10)]
+    grids = {"fc": Partition(ranks)}
+    exact = plan(layers, (50,), 64, ranks, partitions=grids, exact=pieces)
+    made = schedule.schedule(exact, 1e6)
+    check(exact, made)
+    if awaited:
+        assert made.awaited == set(made.backward) and not bundles(made)[1]
+        for name, stage in made.backward.items():
+            assert {part.layer for bundle in stage.gradients for part in bundle} == {name}
+    else:
+        assert made == schedule.schedule(plan(layers, (50,), 64, ranks, partitions=grids), 1e6)
+        assert bundles(made)[1]
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 
 

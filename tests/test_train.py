@@ -16,17 +16,9 @@ RANKS = (1, 2, 3, 4)
 
 
 @pytest.fixture(scope="module")
-def trained(run_mpi, tmp_path_factory):
-    """``trained(ranks, case)``: what each rank got in a case; all cases of a number of ranks run as one job."""
-    folders = {}
-
-    def results(ranks, case):
-        if ranks not in folders:
-            folders[ranks] = folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-            run_mpi(ranks, ["tests/mpi/train_cases.py", folder, *CASES], timeout=120)
-        return [json.loads((folders[ranks] / f"{case}-{rank}.json").read_text()) for rank in range(ranks)]
-    results.folder = folders.get
-    return results
+def trained(run_cases):
+    """``trained(ranks, case)``: what each rank got in a case."""
+    return run_cases("train_cases.py", CASES, timeout=120)
 
 
 def assert_same_training(got, wanted, tolerance):

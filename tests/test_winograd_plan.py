@@ -127,3 +127,18 @@ def test_a_lone_layer_obeys_the_environment(monkeypatch, target):
         results[algorithm] = (y, layer.weight_grad(y)["weight"], layer.input_grad(y))
     for one, other in zip(*results.values(), strict=True):
         np.testing.assert_allclose(one, other, atol=5e-5 * np.abs(other).max())
+
+
+def test_exact_mode_has_scratch_for_all_images_of_a_call(target):
+    """Blocking is for a piece of the minibatch, but forward and input gradient are called with all of it."""
+    if kernels.TARGET == "reference":
+        pytest.skip("it is not exact")
+    results = []
+    for exact in (False, 4):
+        network = Network(SMALL, (3, 8, 8), seed=3, algorithm="winograd")
+        network.prepare(40, threads=1, exact=exact)
+        network.forward_loss(np.random.default_rng(0).random((40, 3, 8, 8), np.float32), np.arange(40) % 5)
+        network.backward()
+        results.append(network.gradients())
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, atol=1e-4 * np.abs(value).max(), err_msg=name)

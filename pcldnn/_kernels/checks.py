@@ -11,6 +11,10 @@ blocks.
 """
 
 MAX_INT32 = 2**31 - 1
+CONV_BLOCKING = ("c_blocks", "across_images?", "rows")  # fields of the tuples of pcldnn.blocking
+WEIGHT_GRAD_BLOCKING = ("band", "c_blocks", "copies", "across_images?")
+WINOGRAD_BLOCKING = ("tiles", "k_blocks", "c_blocks", "private?")
+LINEAR_BLOCKING = ("depth", "tiles", "pairs")
 WINOGRAD_POINTS = 64  # of a tile of 6x6 outputs: the first extent of transformed filters
 
 
@@ -35,6 +39,25 @@ def threads(num_threads):
     """Refuse a thread count under 1."""
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}, wanted at least 1")
+
+
+def blocking(value, default, names):
+    """The blocking of a kernel: a tuple with a count from 1 for each of `names`, True or False for one with a "?".
+
+    None stands for `default`; anything else is refused.
+    """
+    if value is None:
+        return default
+    if isinstance(value, tuple) and len(value) == len(names) and all(map(_is_block, value, names)):
+        return value
+    raise ValueError(f"blocking is {value!r}, wanted ({', '.join(names)}): integers from 1 to {MAX_INT32}, and "
+                     "True or False for what has a question mark; pcldnn.blocking solves for them")
+
+
+def _is_block(value, name):
+    if name.endswith("?"):
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_INT32
 
 
 def output_size(size, kernel, stride, padding):
@@ -102,6 +125,15 @@ def linear(x, weight, bias, y, num_threads, names=("x", "weight", "y")):
     if bias is not None:
         shape("bias", bias, (kb * b,))
     threads(num_threads)
+
+
+def linear_input_grad(depth, vectors, blocks, width, most):
+    """Refuse a blocking of the input gradient whose sums have not room on a thread's stack."""
+    if depth % width:
+        raise ValueError(f"blocking has depth {depth}, wanted a multiple of the SIMD width {width}")
+    if vectors * blocks * width**2 > most:
+        raise ValueError(f"blocking has {vectors} vectors of samples and {blocks} blocks of features, wanted at most "
+                         f"{most // width**2} as their product: the sums of a job lie on the stack")
 
 
 def linear_scratch(scratch, wanted):

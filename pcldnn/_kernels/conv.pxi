@@ -14,10 +14,6 @@
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
 # e. Weight gradient: conv_weight_grad.pxi.
 
-cdef enum:
-    OUT_BYTES = 128 * 1024    # of y that a job adds to again and again: a part of L2 [byte]
-
-
 cdef struct Axis:
     Py_ssize_t count       # outputs
     Py_ssize_t out0        # position of the first one in y
@@ -53,7 +49,7 @@ cdef struct ConvPass:
     Py_ssize_t w_out, w_in, w_row                            # filter distances [float]
     Axis rows, cols
     bint relu, across_images
-    Py_ssize_t c_blocks
+    Py_ssize_t c_blocks, band                                # band: most rows of a job
     ColumnTile* tiles
     Segment* segments
     int n_tiles
@@ -136,7 +132,7 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
         seg = segments + g
         over.n0 = seg.taps * c.lanes
         run(seg.lo, width if c.across_images else seg.hi, a0, a1, x + seg.tap * c.x_column, xp,
-            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two)
+            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two, False)
     tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
 
 
@@ -172,9 +168,8 @@ cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
     """All jobs of a pass. Bands of rows keep a job's outputs in L2 and add parallelism; they change no sum."""
     cdef int image_tiles = tiles_of(c.images) if c.across_images else <int>c.images
     cdef Py_ssize_t pairs = (c.out_blocks + 1) // 2
-    cdef Py_ssize_t out_bytes = c.rows.count * c.cols.count * 2 * b * sizeof(float)
     cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * pairs - 1) // (image_tiles * pairs),
-                                    (out_bytes + OUT_BYTES - 1) // OUT_BYTES), c.rows.count)
+                                    (c.rows.count - 1) // c.band + 1), c.rows.count)
     cdef Py_ssize_t job, jobs = image_tiles * pairs * bands
     cdef Py_ssize_t image, band, pair, n
     c.n_tiles = <int>c.cols.count if c.across_images else tiles_of(c.cols.count)
@@ -233,9 +228,9 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
         Rows, columns.
     relu : bool
         Whether max(., 0) is applied before y is stored.
-    blocking : (int, bool), optional
-        Input channel blocks per pass over the pixels, and whether a tile runs across images; `pcldnn.blocking`
-        solves for both. Default: all blocks, along rows.
+    blocking : (int, bool, int), optional
+        Input channel blocks per pass over the pixels, whether a tile runs across images, most output rows of a job;
+        `pcldnn.blocking` solves for all three. Default: all blocks, along rows, all rows.
     """
     cdef ConvPass c
     cdef Py_ssize_t N = x.shape[0], R = weight.shape[2], S = weight.shape[3], size = x.size
@@ -252,7 +247,8 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
     c.rows = forward_axis(y.shape[2], R, stride[0], padding[0], x.shape[2])
     c.cols = forward_axis(y.shape[3], S, stride[1], padding[1], x.shape[3])
     c.relu = relu
-    c.c_blocks, c.across_images = (x.shape[1], False) if blocking is None else blocking
+    c.c_blocks, c.across_images, c.band = checks.blocking(blocking, (x.shape[1], False, y.shape[2]),
+                                                          checks.CONV_BLOCKING)
     scratch = scratch_of(scratch, tiles_of(N) * TILE * (size // N) if c.across_images else 0)
     conv_arrays(&c, &x[0, 0, 0, 0, 0], x.shape, &weight[0, 0, 0, 0, 0, 0], weight.shape, &y[0, 0, 0, 0, 0], y.shape,
                 start_of(scratch))
@@ -323,7 +319,8 @@ def conv2d_input_grad(const float[:, :, :, :, ::1] dy,               # IN   (N, 
         return
     c.bias = NULL
     c.relu = False
-    c.c_blocks, c.across_images = (dy.shape[1], False) if blocking is None else blocking
+    c.c_blocks, c.across_images, c.band = checks.blocking(blocking, (dy.shape[1], False, dx.shape[2]),
+                                                          checks.CONV_BLOCKING)
     scratch = scratch_of(scratch, tiles_of(N) * TILE * (size // N) if c.across_images else 0)
     conv_arrays(&c, &dy[0, 0, 0, 0, 0], dy.shape, &weight_t[0, 0, 0, 0, 0, 0], weight_t.shape, &dx[0, 0, 0, 0, 0],
                 dx.shape, start_of(scratch))

@@ -71,7 +71,7 @@ cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float
             over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
             over.n2, over.x2, over.w2 = 1, 0, 0
         if lo < hi:
-            run(lo, hi, a0, a1, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, two)
+            run(lo, hi, a0, a1, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, two, False)
         q = q1
     tile_store(a0, a1, width, dw, b, dw_block, False, two)
 
@@ -167,7 +167,8 @@ def conv2d_weight_grad(const float[:, :, :, :, ::1] x,       # IN   (N, CB, H, W
     cdef Py_ssize_t N = x.shape[0], size = x.size + dy.size
     checks.conv2d_weight_grad(dims(x), dims(dy), dims(dweight), stride, padding, num_threads)
     checks.width("dy", dy.shape[4], b)
-    g.band, g.c_blocks, g.n_copies, g.across_images = (1, 1, 1, False) if blocking is None else blocking
+    g.band, g.c_blocks, g.n_copies, g.across_images = checks.blocking(blocking, (1, 1, 1, False),
+                                                                      checks.WEIGHT_GRAD_BLOCKING)
     g.n_copies = max(min(g.n_copies, N), 1)
     g.images, g.in_blocks, g.out_blocks, g.lanes = N, x.shape[1], dy.shape[1], x.shape[4]
     g.R, g.S, g.P, g.Q, g.H, g.W = dweight.shape[2], dweight.shape[3], dy.shape[2], dy.shape[3], x.shape[2], x.shape[3]

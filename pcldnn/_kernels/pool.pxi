@@ -10,7 +10,8 @@
 #    would cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
 # e. Windows of 2x2 (apart) and 3x3 (overlapping) have their sizes compiled in (the window functions are always
 #    inlined); others run the same code with sizes known at run time.
-# f. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand. Windows that
+# f. The gradient of a ReLU whose output was pooled costs nothing here: it is that of the maximum of each window.
+# g. Backward clears a row of dx just before its first window adds to it, not the whole plane beforehand. Windows that
 #    do not overlap are written, not added; where they tile the rows, only the rest of the rows is cleared.
 
 from libc.math cimport NAN
@@ -26,18 +27,19 @@ cdef struct Pool:
     Py_ssize_t h, w, p, q                 # image and output
     Py_ssize_t kh, kw, sh, sw, ph, pw     # kernel, stride, padding
     bint include_pad                      # averages count the padding
+    bint relu                             # the input is a ReLU's: its gradient is applied as well
 
 cdef struct Window:
     Py_ssize_t h0, h1, w0, w1             # rows h0..h1-1 and columns w0..w1-1 of the image
 
 
-cdef Pool pool_of(tuple x, tuple y, kernel, stride, padding, bint include_pad):
+cdef Pool pool_of(tuple x, tuple y, kernel, stride, padding, bint include_pad=False, bint relu=False):
     cdef Pool pool
     pool.h, pool.w, pool.p, pool.q = x[2], x[3], y[2], y[3]
     pool.kh, pool.kw = kernel
     pool.sh, pool.sw = stride
     pool.ph, pool.pw = padding
-    pool.include_pad = include_pad
+    pool.include_pad, pool.relu = include_pad, relu
     return pool
 
 
@@ -85,14 +87,19 @@ cdef inline vec window_sum(const float* x, Py_ssize_t row, Py_ssize_t height, Py
 
 
 cdef inline void window_max_grad(const float* x, float* dx, vec grad, Py_ssize_t row, Py_ssize_t height,
-                                 Py_ssize_t width, bint add) noexcept nogil:
-    """Puts grad (`add`: adds it) to dx at the place of the maximum of a window, 0 elsewhere."""
+                                 Py_ssize_t width, bint relu, bint add) noexcept nogil:
+    """Puts grad (`add`: adds it) to dx at the place of the maximum of a window, 0 elsewhere.
+
+    With `relu` nowhere where the maximum is not positive.
+    """
     cdef Py_ssize_t h, w, at
     cdef vec best = load(x)
     cdef ivec where = ibroadcast(0)
     for h in range(height):
         for w in range(width):
             argmax(&best, &where, load(x + h * row + w * b), <int>(h * width + w))
+    if relu:
+        grad = relu_slope(best, grad)
     for h in range(height):
         for w in range(width):
             at = h * row + w * b
@@ -190,13 +197,13 @@ cdef void max_plane_grad(Pool pool, const float* x, const float* dy, float* dx) 
             height, width = window.h1 - window.h0, window.w1 - window.w0
             grad = load(dy + (p * pool.q + q) * b)
             if add and height == 3 and width == 3:
-                window_max_grad(x + first, dx + first, grad, row, 3, 3, True)
+                window_max_grad(x + first, dx + first, grad, row, 3, 3, pool.relu, True)
             elif add:
-                window_max_grad(x + first, dx + first, grad, row, height, width, True)
+                window_max_grad(x + first, dx + first, grad, row, height, width, pool.relu, True)
             elif height == 2 and width == 2:
-                window_max_grad(x + first, dx + first, grad, row, 2, 2, False)
+                window_max_grad(x + first, dx + first, grad, row, 2, 2, pool.relu, False)
             else:
-                window_max_grad(x + first, dx + first, grad, row, height, width, False)
+                window_max_grad(x + first, dx + first, grad, row, height, width, pool.relu, False)
     clear_rest(pool, dx, cleared)
 
 
@@ -230,7 +237,7 @@ def max_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, 
     """y = largest value of each window."""
     checks.pool2d(dims(x), dims(y), kernel, stride, padding, num_threads)
     checks.width("x", x.shape[4], b)
-    cdef Pool pool = pool_of(dims(x), dims(y), kernel, stride, padding, False)
+    cdef Pool pool = pool_of(dims(x), dims(y), kernel, stride, padding)
     cdef Py_ssize_t job, plane, jobs = x.shape[0] * x.shape[1] * pool.p
     if jobs == 0:
         return
@@ -244,12 +251,15 @@ def max_pool2d_forward(const float[:, :, :, :, ::1] x,        # IN   (N, CB, H, 
 def max_pool2d_input_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W, b)
                           const float[:, :, :, :, ::1] dy,    # IN   (N, CB, P, Q, b)
                           float[:, :, :, :, ::1] dx,          # OUT  (N, CB, H, W, b)
-                          kernel, stride, padding, int num_threads=1):
-    """Each dy goes to the place of the maximum of its window in x; overwrites dx."""
+                          kernel, stride, padding, bint relu=False, int num_threads=1):
+    """Each dy goes to the place of the maximum of its window in x; overwrites dx.
+
+    With `relu` x is the output of a ReLU, and dx the gradient of its input.
+    """
     checks.pool2d(dims(x), dims(dy), kernel, stride, padding, num_threads, names=("x", "dy"))
     checks.same(num_threads, x=dims(x), dx=dims(dx))
     checks.width("x", x.shape[4], b)
-    cdef Pool pool = pool_of(dims(x), dims(dy), kernel, stride, padding, False)
+    cdef Pool pool = pool_of(dims(x), dims(dy), kernel, stride, padding, False, relu)
     cdef Py_ssize_t job, image = pool.h * pool.w * b, output = pool.p * pool.q * b, jobs = x.shape[0] * x.shape[1]
     if jobs == 0:
         return

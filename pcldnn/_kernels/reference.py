@@ -69,6 +69,7 @@ def conv2d_forward(x, weight, bias, y, stride, padding, relu=False, blocking=Non
     """y = weight * x (correlation) + bias, then optionally max(0, y)."""
     bias_shape = None if bias is None else bias.shape
     checks.conv2d_forward(x.shape, weight.shape, bias_shape, y.shape, stride, padding, num_threads)
+    checks.blocking(blocking, None, checks.CONV_BLOCKING)
     kb, cb, r, s, bc, b = weight.shape
     n, _, p, q, _ = y.shape
     matrix = weight.transpose(1, 2, 3, 4, 0, 5).reshape(cb * r * s * bc, kb * b)
@@ -90,6 +91,7 @@ def conv2d_transpose_filter(weight, weight_t, num_threads=1):
 def conv2d_input_grad(dy, weight_t, dx, stride, padding, blocking=None, num_threads=1, scratch=None):
     """The adjoint of conv2d_forward in x; overwrites dx, input that no window touched gets exactly 0."""
     checks.conv2d_input_grad(dy.shape, weight_t.shape, dx.shape, stride, padding, num_threads)
+    checks.blocking(blocking, None, checks.CONV_BLOCKING)
     cb, kb, r, s, b, bc = weight_t.shape
     n, _, p, q, _ = dy.shape
     (sh, sw), (ph, pw) = stride, padding
@@ -108,6 +110,7 @@ def conv2d_input_grad(dy, weight_t, dx, stride, padding, blocking=None, num_thre
 def conv2d_weight_grad(x, dy, dweight, stride, padding, scratch=None, blocking=None, num_threads=1):
     """The adjoint of conv2d_forward in weight, summed over the images; overwrites dweight (zeros when N = 0)."""
     checks.conv2d_weight_grad(x.shape, dy.shape, dweight.shape, stride, padding, num_threads)
+    checks.blocking(blocking, None, checks.WEIGHT_GRAD_BLOCKING)
     kb, cb, r, s, bc, b = dweight.shape
     n, _, p, q, _ = dy.shape
     total = np.zeros((cb * r * s * bc, kb * b), dweight.dtype)
@@ -144,6 +147,7 @@ def _unpacked(weight):
 def linear_forward(x, weight, bias, y, relu=False, scratch=None, blocking=None, num_threads=1):
     """y = x @ weight + bias, then optionally max(0, y)."""
     checks.linear(x.shape, weight.shape, None if bias is None else bias.shape, y.shape, num_threads)
+    checks.blocking(blocking, None, checks.LINEAR_BLOCKING)
     b = weight.shape[2]
     for part in _linear_blocks(weight.shape[0]):
         y[:, part.start * b:part.stop * b] = x @ _unpacked(weight[part])
@@ -156,6 +160,7 @@ def linear_forward(x, weight, bias, y, relu=False, scratch=None, blocking=None, 
 def linear_input_grad(dy, weight, dx, scratch=None, blocking=None, num_threads=1):
     """dx = dy @ weight^T."""
     checks.linear(dx.shape, weight.shape, None, dy.shape, num_threads, names=("dx", "weight", "dy"))
+    checks.blocking(blocking, None, checks.LINEAR_BLOCKING)
     b = weight.shape[2]
     dx[...] = 0
     for part in _linear_blocks(weight.shape[0]):
@@ -165,6 +170,7 @@ def linear_input_grad(dy, weight, dx, scratch=None, blocking=None, num_threads=1
 def linear_weight_grad(x, dy, dweight, scratch=None, blocking=None, num_threads=1):
     """dweight = x^T @ dy; overwrites (zeros when N = 0)."""
     checks.linear(x.shape, dweight.shape, None, dy.shape, num_threads, names=("x", "dweight", "dy"))
+    checks.blocking(blocking, None, checks.LINEAR_BLOCKING)
     kb, f, b = dweight.shape
     for part in _linear_blocks(kb):
         product = x.T @ dy[:, part.start * b:part.stop * b]

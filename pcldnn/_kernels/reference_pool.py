@@ -5,6 +5,7 @@ Windows are clipped at the borders, so the ceil rule is only a matter of the P a
 import numpy as np
 
 from pcldnn._kernels import checks
+from pcldnn._kernels.reference_elementwise import relu_input_grad
 
 
 def _taps(size, outputs, kernel, stride, padding):
@@ -50,14 +51,16 @@ def max_pool2d_forward(x, y, kernel, stride, padding, num_threads=1):
         y[out] = np.maximum(y[out], x[image])
 
 
-def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, num_threads=1):
-    """Each dy goes to the place of the maximum of its window in x; overwrites dx."""
+def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, relu=False, num_threads=1):
+    """Each dy goes to the place of the maximum of its window in x; overwrites dx. `relu`: x is a ReLU's output."""
     checks.pool2d(x.shape, dy.shape, kernel, stride, padding, num_threads, names=("x", "dy"))
     checks.same(num_threads, x=x.shape, dx=dx.shape)
     _, winner = _maximum(x, dy.shape, kernel, stride, padding)
     dx[...] = 0
     for tap, out, image in _windows(x.shape[2:4], dy.shape[2:4], kernel, stride, padding):
         dx[image] += np.where(winner[out] == tap, dy[out], 0)
+    if relu:
+        relu_input_grad(x, dx, dx)
 
 
 def _counts(size, outputs, kernel, stride, padding, count_include_pad):

@@ -86,18 +86,21 @@ def winograd_forward(x, u, bias, y, padding, relu=False, scratch=None, blocking=
     """y = relu?(conv2d(x, weight) + bias) for 3x3 filters and stride 1."""
     bias_shape = None if bias is None else bias.shape
     checks.winograd_forward(x.shape, u.shape, bias_shape, y.shape, padding, num_threads)
+    checks.blocking(blocking, None, checks.WINOGRAD_BLOCKING)
     _convolve(x, u, bias, y, padding, relu)
 
 
 def winograd_input_grad(dy, u, dx, padding, scratch=None, blocking=None, num_threads=1):
     """The adjoint of winograd_forward in x: convolution of dy with padding 2 - padding."""
     checks.winograd_input_grad(dy.shape, u.shape, dx.shape, padding, num_threads)
+    checks.blocking(blocking, None, checks.WINOGRAD_BLOCKING)
     _convolve(dy, u, None, dx, (2 - padding[0], 2 - padding[1]), False)
 
 
 def winograd_weight_grad(x, dy, dweight, padding, scratch=None, blocking=None, num_threads=1):
     """The adjoint in weight: products summed over all tiles in the transformed domain, then G' . G."""
     checks.winograd_weight_grad(x.shape, dy.shape, dweight.shape, padding, num_threads)
+    checks.blocking(blocking, None, checks.WINOGRAD_BLOCKING)
     kb, cb, _, _, _, b = dweight.shape
     n, _, p, q, _ = dy.shape
     count = -(-p // 6), -(-q // 6)

@@ -9,6 +9,8 @@
 # d. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
 #    registers over filter rows and input channel blocks, or over rows and images, and a call is rare.
 # e. `two` is a compile-time constant as well: the odd last block of output channels uses one vector.
+# f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
+#    that take as long as their weights take to arrive then do both at once. `fetching` is a compile-time constant.
 
 cdef enum:
     PACK_RUN = 256             # features that a job of pack_samples takes [elements]
@@ -19,6 +21,8 @@ cdef struct Reduction:
     Py_ssize_t n1, x1, w1      # the loop around it
     Py_ssize_t n2, x2, w2      # the outermost one
     Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
+    const float* next          # if `fetching`: what a later call reads, asked for a bit at every innermost step
+    Py_ssize_t next_step, next1    # what it advances each innermost step, and each step of the loop around it [float]
 
 
 cdef extern from "simd.h" nogil:
@@ -28,17 +32,18 @@ cdef extern from "simd.h" nogil:
     void tile_fill(vec* a0, vec* a1, const float* bias, bint two)
     void tile_store(const vec* a0, const vec* a1, int width, float* y, Py_ssize_t yp, Py_ssize_t yv, bint relu, bint two)
     void dispatch "PCL_RANGES"(void (*f)(int, int, vec*, vec*, const float*, Py_ssize_t, const float*, Py_ssize_t,
-                                         Reduction*, bint) noexcept nogil,
+                                         Reduction*, bint, bint) noexcept nogil,
                                int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
-                               Py_ssize_t wv, Reduction* over, bint two)
+                               Py_ssize_t wv, Reduction* over, bint two, bint fetching)
 
 
 cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
-                            Py_ssize_t wv, Reduction* over, bint two) noexcept nogil:
+                            Py_ssize_t wv, Reduction* over, bint two, bint fetching) noexcept nogil:
     """acc[v][p] += w[v*wv + i] * x[p*xp + j], lo <= p < hi, with i and j walking the three loops of `over`."""
     cdef Py_ssize_t i0, i1, i2
     cdef const float* xq
     cdef const float* wq
+    cdef const float* next
     cdef int p
     cdef float s
     cdef vec w0, w1
@@ -46,6 +51,8 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
         for i1 in range(over.n1):
             xq = x + i2 * over.x2 + i1 * over.x1
             wq = w + i2 * over.w2 + i1 * over.w1
+            if fetching:
+                next = over.next + i1 * over.next1
             if over.ahead != 0:
                 prefetch_row(xq + over.ahead)
             for i0 in range(over.n0):
@@ -58,17 +65,40 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
                         a0[p] = a0[p] + w0 * s
                         if two:
                             a1[p] = a1[p] + w1 * s
+                if fetching:
+                    prefetch(next)
+                    next += over.next_step
                 xq += over.x0
                 wq += over.w0
 
 
 cdef inline void run(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
-                     Reduction* over, bint two) noexcept nogil:
+                     Reduction* over, bint two, bint fetching) noexcept nogil:
     """`accumulate` with run-time lo and hi; the full tile is the case to be fast in."""
     if lo == 0 and hi == TILE:
-        accumulate(0, TILE, a0, a1, x, xp, w, wv, over, two)
+        accumulate(0, TILE, a0, a1, x, xp, w, wv, over, two, fetching)
     else:
-        dispatch(accumulate, lo, hi, a0, a1, x, xp, w, wv, over, two)
+        dispatch(accumulate, lo, hi, a0, a1, x, xp, w, wv, over, two, fetching)
+
+
+cdef inline Reduction one_loop(Py_ssize_t steps, Py_ssize_t x0, Py_ssize_t w0) noexcept nogil:
+    """The sum over `steps` places that lie x0 floats apart in x and w0 in w; nothing is asked for."""
+    return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0, next1=0)
+
+
+cdef struct Ahead:
+    const float* start         # rows that are read next, for calls of the micro-kernel to ask for (decision f)
+    Py_ssize_t distance        # from row to row [float]
+    Py_ssize_t rows, size      # how many, and their length [float]
+    int calls                  # calls of the micro-kernel that share them
+
+
+cdef inline void fetch_part(Ahead* ahead, int call, Reduction* over) noexcept nogil:
+    """What a call of the micro-kernel asks for: its part of the rows, spread over its steps."""
+    cdef Py_ssize_t place = ahead.rows * ahead.size * call // ahead.calls
+    cdef Py_ssize_t part = max(ahead.rows * ahead.size // ahead.calls, 1)
+    over.next = ahead.start + place // ahead.size * ahead.distance + place % ahead.size
+    over.next_step = (min(part, ahead.size) + over.n0 - 1) // over.n0
 
 
 cdef inline int tiles_of(Py_ssize_t count) noexcept nogil:

@@ -44,6 +44,7 @@ class PassPlan:
     bytes: int = 0  # that must move at least: every array once [byte]
     scratch: int = 0  # float32 elements of working memory
     blocking: object = None  # cache blocks; None leaves them to the kernel
+    traffic: int = 0  # that moves with this blocking between L2 and what lies behind it, by the model of balance.py [byte]
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,17 @@ class LayerPlan:
     algorithm: str | None = None  # that the user asks for; None leaves the choice to the model
     pieces: int = 0  # of the minibatch and of the outputs, added in a tree: exact mode; 0 adds as it comes
     piece_images: int = 0  # most images of such a piece
+    tuned: tuple[tuple[str, str], ...] = ()  # (pass, algorithm) where the choice is not the model's: `tuning.py`
+    relu_input: bool = False  # the input gradient is to be that of the ReLU before this layer as well
+    masked: bool = False  # the layer after this one does so for `fused`
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
+
+    @property
+    def algorithms(self) -> dict[str, str]:
+        """The algorithm of each pass that is made."""
+        return {name: getattr(self, name).algorithm for name in PASSES if getattr(self, name)}
 
     @property
     def saves(self) -> frozenset[str]:
@@ -74,7 +83,7 @@ class LayerPlan:
     @property
     def call_images(self) -> int:
         """Images for which blocking is chosen: it may decide the order of sums, so in exact mode not the rank's."""
-        return self.piece_images or self.images
+        return self.piece_images or self.group_images
 
     @property
     def group_images(self) -> int:
@@ -192,8 +201,10 @@ class Layer:
 
     aliasing = "none"  # of output and input: "none", "in_place" (the kernel may overwrite its input) or "view"
     saves = frozenset()  # which of "input" and "output" the backward passes read
+    masks = False  # its input gradient can be that of a ReLU before it as well
     takes_unpadded = False  # can read an input whose few channels are not padded to the SIMD width
-    splittable = False  # ranks can share its outputs: it has `output_blocks`, `part` and `compute_input_grad_of`
+    splittable = False  # ranks can share its outputs: it has `compute_input_grad_of`
+    nickname = None  # "conv" or "fc": papers number such layers of a network
     spread = 1.0  # factor by which it raises the mean square of what it passes on
     weight_std = None  # an activation's method (fan_in, fan_out) for the spread of the weights before it
 
@@ -220,18 +231,6 @@ class Layer:
         """Whether this layer's kernel can apply the layer that follows as well."""
         return False
 
-    def output_blocks(self, block: int) -> int:
-        """Blocks of `block` outputs that a splittable layer has."""
-        raise NotImplementedError
-
-    def part(self, plan: LayerPlan, start: int, stop: int) -> LayerPlan:
-        """The plan of those of this layer's weights that make the output blocks start..stop-1.
-
-        Only layers that are `splittable` are asked. Blocked arrays have output blocks outermost, so a part of one is
-        contiguous.
-        """
-        raise NotImplementedError
-
     def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
         """Write y, padded lanes included (as zeros)."""
         raise NotImplementedError
@@ -250,11 +249,22 @@ class Layer:
 
     # --- the same for all layers ---
 
+    def part(self, plan: LayerPlan, start: int, stop: int) -> LayerPlan:
+        """The plan of those of this layer's weights that make the output blocks start..stop-1.
+
+        Only layers that are `splittable` are asked. Blocked weights have output blocks outermost, so a part of them
+        is contiguous.
+        """
+        whole = plan.output
+        channels = min(stop * whole.block, whole.channels) - min(start * whole.block, whole.channels)
+        parameters = tuple(p.part(channels, stop - start, whole.channel_blocks) for p in plan.parameters)
+        return replace(plan, output=replace(whole, shape=(channels, *whole.shape[1:])), parameters=parameters)
+
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
         fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
-        algorithm: str | None = None,
-        pieces: int = 0, piece_images: int = 0,
+        algorithm: str | None = None, tuned: dict[str, str] | None = None,
+        pieces: int = 0, piece_images: int = 0, relu_input: bool = False,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input` on each rank."""
         block = machine.width
@@ -264,8 +274,9 @@ class Layer:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
         parameters = self.parameters(input, block)
         plan = LayerPlan(
-            index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images
-        )
+            index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images,
+            tuple((tuned or {}).items()), relu_input,
+        )  # fmt: skip
         made = {
             "forward": True,
             "weight_grad": training and bool(plan.parameters),

@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, pair
 from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
+from pcldnn.partition import shares
 
 
 def windows(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -57,6 +59,8 @@ class Conv2d(Layer):
 
     saves = frozenset({"input"})
     takes_unpadded = True
+    splittable = True
+    nickname = "conv"
 
     def __post_init__(self):
         if self.in_channels < 1 or self.out_channels < 1:
@@ -84,28 +88,39 @@ class Conv2d(Layer):
         return output.features * self.in_channels * self.kernel_size[0] * self.kernel_size[1]
 
     def plan_pass(self, pass_name, plan, machine, threads):
+        out_blocks = called_blocks(pass_name, plan)
         shape = ConvShape(
-            plan.call_images, self.in_channels, *plan.input.shape[1:], self.out_channels, *self.kernel_size,
+            plan.call_images, self.in_channels, *plan.input.shape[1:],
+            min(out_blocks * plan.output.block, self.out_channels), *self.kernel_size,
             self.stride, self.padding, plan.input.block,
         )  # fmt: skip
-        called = replace(shape, N=plan.images)  # blocking may be for a piece of them: LayerPlan.call_images
+        called = replace(shape, N=plan.group_images)  # blocking may be for a piece of them: LayerPlan.call_images
         made = super().plan_pass(pass_name, plan, machine, threads)
-        if uses_winograd(pass_name, shape, machine, chosen_algorithm(plan.algorithm)):
-            return replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine, threads))
-        weight_size = plan.parameters[0].array_size
+        algorithm = dict(plan.tuned).get(pass_name) or chosen_algorithm(plan.algorithm)
+        if uses_winograd(pass_name, shape, machine, algorithm):
+            made = replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine, threads))
+            if pass_name == "input_grad":
+                called = solver.winograd_input_grad_shape(called)
+            traffic = balance.winograd_traffic(called, machine, made.blocking, pass_name == "weight_grad")
+            return replace(made, traffic=traffic)
+        weight_size = plan.parameters[0].array_size // plan.output.channel_blocks * out_blocks
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
             scratch = solver.pack_size(called, machine) if blocking.across_images else 0
+            traffic = balance.conv_traffic(called, machine, blocking)
         elif pass_name == "input_grad":
             blocking, scratch = solver.conv_input_grad(shape, machine), weight_size  # the transposed filters
             if blocking.across_images:
                 scratch += solver.pack_size(solver.gradient_shape(called), machine)
+            traffic = balance.conv_traffic(solver.gradient_shape(called), machine, blocking) + 2 * 4 * weight_size
         else:
             blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
             if blocking.across_images:
-                scratch += plan.call_images * (plan.input.padded_features + plan.output.padded_features)
-        return replace(made, blocking=blocking, scratch=scratch)
+                outputs = out_blocks * plan.output.block_features
+                scratch += plan.call_images * (plan.input.padded_features + outputs)
+            traffic = balance.weight_grad_traffic(called, machine, blocking)
+        return replace(made, blocking=blocking, scratch=scratch, traffic=traffic)
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
@@ -126,7 +141,7 @@ class Conv2d(Layer):
             )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused:
+        if unit.plan.fused and not unit.plan.masked:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
         made, scratch = unit.plan.weight_grad, unit.memory.scratch.get("weight_grad")
         if made.algorithm == "winograd":
@@ -141,7 +156,13 @@ class Conv2d(Layer):
             kernels.bias_grad(by_channel_block(dy), unit.grad["bias"], unit.num_threads)
 
     def compute_input_grad(self, unit, dy, dx):
-        weight, made = unit.value["weight"], unit.plan.input_grad
+        self.compute_input_grad_of(unit, dy, dx, 0, len(unit.value["weight"]))
+
+    def compute_input_grad_of(self, unit, dy, dx, start, stop):
+        if start == stop:
+            dx[...] = 0
+            return
+        weight, made = unit.value["weight"][start:stop], unit.plan.input_grad
         out_blocks, in_blocks, rows, columns, lanes, block = weight.shape
         if made.algorithm == "winograd":
             filters, scratch = transformed_filters(unit, "input_grad", in_blocks, out_blocks)
@@ -159,6 +180,17 @@ class Conv2d(Layer):
         size = f"{self.kernel_size[0]}x{self.kernel_size[1]}"
         stride = "" if self.stride == (1, 1) else f" stride {self.stride[0]}x{self.stride[1]}"
         return f"Conv2d {size}{stride}"
+
+
+def called_blocks(pass_name: str, plan) -> int:
+    """Output blocks for which a pass is planned: the largest slice of a member of a group (see grid.py).
+
+    In exact mode the order of sums must not depend on members: all of them, and a piece in the input gradient.
+    """
+    parts = plan.partition.model
+    if plan.pieces:
+        parts = plan.pieces if pass_name == "input_grad" else 1
+    return shares(plan.output.channel_blocks, parts)[0]
 
 
 # --- direct or Winograd -----------------------------------------------------------------------------------------
@@ -184,18 +216,17 @@ def uses_winograd(pass_name: str, shape: ConvShape, machine, algorithm: str) -> 
 
 
 def plan_winograd(pass_name: str, shape: ConvShape, called: ConvShape, machine, threads: int) -> dict:
-    """Blocking and scratch of a pass: batches of tiles, behind the transformed filters (or their gradient).
+    """Blocking for `shape`, and scratch of a pass over `called`, which may have more images.
 
-    `called` is the shape with the images of a call. In exact mode blocking is for a piece of them, but only the weight
-    gradient is called by piece.
+    Scratch is batches of tiles, behind the transformed filters (or their gradient).
     """
     if pass_name == "input_grad":
         shape, called = map(solver.winograd_input_grad_shape, (shape, called))
     if pass_name == "weight_grad":
-        blocking, called = solver.winograd_weight_grad(shape, machine), shape
+        blocking = solver.winograd_weight_grad(shape, machine)
     else:
         blocking = solver.winograd_forward(shape, machine, threads)
-    scratch = solver.winograd_filter_size(shape, machine)
+    scratch = solver.winograd_filter_size(called, machine)
     return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(called, machine, blocking, threads)}
 
 

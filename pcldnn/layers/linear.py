@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pcldnn import _kernels as kernels
+from pcldnn import balance
+from pcldnn import blocking as solver
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, by_channel_block, by_image
 from pcldnn.layers.parameter import Bias, Parameter
@@ -41,6 +43,7 @@ class Linear(Layer):
     saves = frozenset({"input"})
     takes_unpadded = True
     splittable = True
+    nickname = "fc"
 
     def __post_init__(self):
         if self.in_features < 1 or self.out_features < 1:
@@ -57,29 +60,27 @@ class Linear(Layer):
         return Layout.vector(self.out_features, block)
 
     def parameters(self, input: Layout, block: int) -> tuple[Parameter, ...]:
-        return self._parameters(self.out_features, input, block)
-
-    def _parameters(self, outputs: int, input: Layout, block: int) -> tuple[Parameter, ...]:
-        array_shape = (blocks(outputs, block), input.padded_features, block)
-        weight = LinearWeight("weight", (outputs, self.in_features), array_shape, input)
-        return (weight, Bias.of(outputs, block)) if self.bias else (weight,)
-
-    def output_blocks(self, block):
-        return blocks(self.out_features, block)
-
-    def part(self, plan, start, stop):
-        block = plan.output.block
-        outputs = min(stop * block, self.out_features) - min(start * block, self.out_features)
-        parameters = self._parameters(outputs, plan.input, block)
-        return replace(plan, output=Layout.vector(outputs, block), parameters=parameters)
+        array_shape = (blocks(self.out_features, block), input.padded_features, block)
+        weight = LinearWeight("weight", (self.out_features, self.in_features), array_shape, input)
+        return (weight, Bias.of(self.out_features, block)) if self.bias else (weight,)
 
     def multiply_adds(self, input: Layout, output: Layout) -> int:
         return self.in_features * self.out_features
 
     def plan_pass(self, pass_name, plan, machine, threads):
-        sizes = plan.group_images, plan.input.padded_features, plan.output.padded_features
-        scratch = kernels.linear_scratch_size(*sizes)
-        return replace(super().plan_pass(pass_name, plan, machine, threads), scratch=scratch)
+        images, features, outputs = plan.group_images, plan.input.padded_features, plan.output.padded_features
+        if pass_name == "input_grad":
+            blocking = solver.linear_input_grad(images, features, machine, threads)
+            traffic = balance.linear_input_grad_traffic(images, features, outputs, machine, blocking)
+        else:
+            summed, tiled = (features, images) if pass_name == "forward" else (images, features)
+            sizes = summed, tiled, outputs // machine.width
+            blocking = solver.linear(*sizes, machine, threads)
+            traffic = balance.linear_traffic(*sizes, machine, blocking, pass_name == "weight_grad")
+        return replace(
+            super().plan_pass(pass_name, plan, machine, threads), blocking=blocking, traffic=traffic,
+            scratch=kernels.linear_scratch_size(images, features, outputs),
+        )  # fmt: skip
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
@@ -92,7 +93,7 @@ class Linear(Layer):
         )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused:
+        if unit.plan.fused and not unit.plan.masked:
             kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
         kernels.linear_weight_grad(
             by_image(unit.x), by_image(dy), unit.grad["weight"],

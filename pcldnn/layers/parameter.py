@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 import numpy as np
@@ -40,6 +40,11 @@ class Parameter:
     def fan_out(self) -> int:
         """Outputs that one input adds to."""
         return self.shape[0] * prod(self.shape[2:])
+
+    def part(self, outputs: int, output_blocks: int, of_blocks: int) -> Parameter:
+        """That of `outputs` outputs, in `output_blocks` of the `of_blocks` blocks of outputs that there are."""
+        rows = self.array_shape[0] // of_blocks * output_blocks
+        return replace(self, shape=(outputs, *self.shape[1:]), array_shape=(rows, *self.array_shape[1:]))
 
     def to_blocked(self, logical: np.ndarray) -> np.ndarray:
         raise NotImplementedError

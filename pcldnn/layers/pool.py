@@ -75,6 +75,7 @@ class MaxPool2d(_Pool2d):
     """
 
     saves = frozenset({"input"})
+    masks = True
     spread = 2.0  # measured on VGG-A at its starting weights: 1.8 to 2.7 for 2x2 windows
 
     def compute_forward(self, unit, x, y, step):
@@ -82,7 +83,7 @@ class MaxPool2d(_Pool2d):
 
     def compute_input_grad(self, unit, dy, dx):
         kernels.max_pool2d_input_grad(
-            unit.x, dy, dx, self.kernel_size, self.stride, self.padding, unit.num_threads
+            unit.x, dy, dx, self.kernel_size, self.stride, self.padding, unit.plan.relu_input, unit.num_threads
         )
 
 

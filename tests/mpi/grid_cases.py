@@ -1,15 +1,12 @@
 """Layers on grids of ranks, for tests/test_grid.py: ``grid_cases.py FOLDER CASE...`` under mpirun.
 
-Each case is a function of (communicator, folder); every rank writes what it returns to FOLDER/CASE-RANK.json.
+Each case is a function of (communicator, folder).
 """
-import json
-import sys
-from pathlib import Path
-
 import numpy as np
-from train_cases import digest, optimizer, some_digits
+from small_runs import at_step_3, digest, divergence, fit, main, optimizer, some_digits, spoil
 
 from pcldnn import (
+    AvgPool2d,
     Conv2d,
     Dropout,
     Flatten,
@@ -26,7 +23,6 @@ from pcldnn import (
 from pcldnn.checkpoint import load
 from pcldnn.data import ArrayDataset
 from pcldnn.partition import shares
-from pcldnn.train import TrainingDiverged
 
 
 def grids(ranks):
@@ -34,9 +30,10 @@ def grids(ranks):
 
 
 def network():
-    """Fully connected layers of widths that divide by nothing, the last one narrower than ranks times SIMD width."""
-    return Network([Conv2d(1, 6, 5, stride=2, padding=2), ReLU(), MaxPool2d(4), Flatten(), Linear(6 * 4 * 4, 45), ReLU(),
-                    Dropout(0.5), Linear(45, 29), Sigmoid(), Linear(29, 10)], (1, 32, 32), seed=3)
+    """Widths that divide by nothing; the first and the last layer are narrower than ranks times SIMD width."""
+    return Network([Conv2d(1, 6, 5, stride=2, padding=2), ReLU(), MaxPool2d(2), Conv2d(6, 41, 3), ReLU(), Dropout(0.2),
+                    MaxPool2d(2), Flatten(), Linear(41 * 3 * 3, 45), ReLU(), Dropout(0.5), Linear(45, 29), Sigmoid(),
+                    Linear(29, 10)], (1, 32, 32), seed=3)
 
 
 def settings(ranks):
@@ -44,21 +41,23 @@ def settings(ranks):
     possible = grids(ranks)
     yield "chosen", None
     for grid in possible:
-        yield f"all {grid}", {"fc": grid}
-    mixed = [possible[i % len(possible)] for i in range(3)]
-    yield "mixed", dict(zip(("fc6", "classifier.3", "fc8"), mixed, strict=True))
+        yield f"all {grid}", everywhere(grid)
+    mixed = [possible[i % len(possible)] for i in range(5)]
+    yield "mixed", dict(zip(("conv2", "conv1", "fc6", "classifier.3", "fc8"), mixed, strict=True))
 
 
-def train(comm, partitions, exact, data, threads=1, net=None, **options):
-    net = net or network()
-    trainer = Trainer(net, optimizer(), comm, threads=threads, partitions=partitions, exact=exact)
+def everywhere(grid):
+    """All layers on this grid."""
+    return {"conv": grid, "fc": grid}
+
+
+def train(comm, partitions, exact, data, threads=1, **options):
+    trainer = Trainer(network(), optimizer(), comm, threads=threads, partitions=partitions, exact=exact)
     digests = []
-    options = {"minibatch": 21, "epochs": 2, **options}
-    result = trainer.fit(data, some_digits(5), verbose=False, digest_interval=1,
-                         callback=lambda record: digests.append(record.get("digest")), **options)
+    found = fit(trainer, data, some_digits(5), digest_interval=1,
+                callback=lambda record: digests.append(record.get("digest")), **{"minibatch": 21, "epochs": 2, **options})
     again = trainer.evaluate(some_digits(5), 3)
-    return {"losses": result.losses, "bits": digests[-2], "weights": digest(net), "evaluation": list(
-        vars(result.evaluation).values()), "again": list(vars(again).values())}
+    return {**found, "bits": digests[-2], "again": list(vars(again).values())}
 
 
 def training(comm, folder):
@@ -67,7 +66,7 @@ def training(comm, folder):
     for name, partitions in settings(comm.size):
         for exact in (False, True):
             found[f"{name} {'exact' if exact else 'default'}"] = train(comm, partitions, exact, data)
-    found["2 threads exact"] = train(comm, {"fc": grids(comm.size)[0]}, True, data, threads=2)
+    found["2 threads exact"] = train(comm, everywhere(grids(comm.size)[0]), True, data, threads=2)
     return found
 
 
@@ -88,9 +87,9 @@ def resumed(comm, folder):
     possible = grids(comm.size)
     path = folder / "half.safetensors"
     for exact in (False, True):
-        train(comm, {"fc": possible[0]}, exact, data, steps=2, checkpoint=path)
+        train(comm, everywhere(possible[0]), exact, data, steps=2, checkpoint=path)
         comm.barrier()
-        found["exact" if exact else "default"] = train(comm, {"fc": possible[-1]}, exact, data, resume=path)
+        found["exact" if exact else "default"] = train(comm, everywhere(possible[-1]), exact, data, resume=path)
     if comm.rank == 0:
         kept, _ = load(path)
         (folder / f"exact{comm.size}.safetensors").write_bytes(path.read_bytes())
@@ -100,24 +99,14 @@ def resumed(comm, folder):
 
 def diverged(comm, folder):
     """A NaN in one sample: the culprit is found although layers are shared."""
-    def spoil(images):
-        images[5, 0, 10, 10] = np.nan
-    net = network()
-    trainer = Trainer(net, optimizer(), comm, threads=1, partitions={"fc": grids(comm.size)[0]})
-    try:
-        trainer.fit(some_digits(12, spoil), minibatch=4, verbose=False)
-    except TrainingDiverged as error:
-        return {"step": error.step, "culprits": sorted(set(error.culprits.values())), "text": str(error)}
-    return {}
+    partitions = everywhere(grids(comm.size)[0])
+    return divergence(Trainer(network(), optimizer(), comm, threads=1, partitions=partitions), some_digits(12, spoil))
 
 
 def stop(comm, folder):
     """A19: one rank asks, all stop after the same step."""
-    trainer = Trainer(network(), optimizer(), comm, threads=1, partitions={"fc": grids(comm.size)[0]})
-
-    def callback(record):
-        if comm.rank == comm.size - 1 and record.get("step") == 3:
-            trainer.request_stop("enough")
+    trainer = Trainer(network(), optimizer(), comm, threads=1, partitions=everywhere(grids(comm.size)[0]))
+    callback = at_step_3(comm, lambda: trainer.request_stop("enough"))
     result = trainer.fit(some_digits(10), minibatch=2, epochs=3, verbose=False, callback=callback)
     return {"step": result.step, "stopped": result.stopped}
 
@@ -126,7 +115,7 @@ def split(comm, folder):
     """What a rank holds of a split layer, and what users get from it; then a step without any grid."""
     net = network()
     whole = net.state_dict()
-    net.prepare(8, comm, 1, partitions={"fc": Partition(1, comm.size)})
+    net.prepare(8, comm, 1, partitions=everywhere(Partition(1, comm.size)))
     held = {name: array.size for name, array in net.parameters.items()}
     same = {name: bool(np.array_equal(value, whole[name])) for name, value in net.state_dict().items()}
     outputs = net.forward(np.ones((comm.rank, 1, 32, 32), np.float32))     # each rank another number of images
@@ -227,13 +216,18 @@ def tree(comm, folder):
     values = (random.standard_normal((16, 40)) * 10.0 ** random.integers(-6, 6, (16, 40))).astype(np.float32)
     sizes = random.integers(0, 2, 16).tolist()
     from pcldnn.partition import bounds, shard_sizes, share, tree_arrays
+    from pcldnn.transfer import piece_spans
     leaves = [share(16, comm.size, rank) for rank in range(comm.size)]
     own = leaves[comm.rank]
     buffers = [np.empty(40, np.float32) for _ in range(tree_arrays(*own))]
     sums = exchange.sum_leaves(range(*own), sizes, lambda leaf, out: np.copyto(out, values[leaf]), buffers)
     shards = shard_sizes(40, comm.size, 8)
     out = np.empty(shards[comm.rank], np.float32)
-    exchange.reduce_tree(comm, sums, leaves, sizes, shards, np.empty(16 * 40, np.float32), out)
+    pieces = [piece_spans(shards, index, 3) for index in range(3)]
+    starts = np.array([spans[comm.rank] for spans in pieces]) - sum(shards[: comm.rank])
+    trees = [exchange.Tree(sums, leaves, sizes, spans, out[slice(*own)]) for spans, own in zip(pieces, starts)]
+    for together in (trees[:1], trees[1:]):
+        exchange.reduce_trees(comm, together, np.empty(16 * 40, np.float32))
     total = np.empty(40, np.float32)
     total[slice(*bounds(shards, comm.rank))] = out
     comm.allgather(total, shards)
@@ -241,7 +235,7 @@ def tree(comm, folder):
 
 
 def frames(comm, folder):
-    """A network without convolutions, more ranks than images, every layer on its own grid."""
+    """A network without convolutions, every layer on its own grid."""
     random = np.random.default_rng(0)
     data = ArrayDataset(random.standard_normal((41, 19)).astype(np.float32), random.integers(0, 7, 41), 7)
     net = Network([Linear(19, 33), Sigmoid(), Linear(33, 50), Sigmoid(), Linear(50, 7)], (19,), seed=2)
@@ -252,13 +246,20 @@ def frames(comm, folder):
     return {"weights": digest(net), "losses": result.losses}
 
 
-def main(folder, cases):
-    folder = Path(folder)
-    with communicator.create() as comm, comm.abort_on_error():
-        for case in cases:
-            found = globals()[case](comm, folder)
-            (folder / f"{case}-{comm.rank}.json").write_text(json.dumps(found))
+def winograd(comm, folder):
+    """Convolutions by Winograd in all passes; slices begin at any block of channels, and some are empty."""
+    random = np.random.default_rng(0)
+    data = ArrayDataset(random.standard_normal((11, 1, 8, 8)).astype(np.float32), random.integers(0, 5, 11), 5)
+    found = {}
+    for grid in grids(comm.size):
+        for exact in (False, True):
+            net = Network([Conv2d(1, 37, 3, padding=1), ReLU(), Conv2d(37, 70, 3, padding=1), ReLU(), AvgPool2d(2),
+                           Conv2d(70, 41, 3, padding=1, bias=False), Flatten(), Linear(41 * 16, 5)], (1, 8, 8), seed=2,
+                          algorithm="winograd")
+            trainer = Trainer(net, optimizer(), comm, threads=1, partitions={"conv": grid}, exact=exact)
+            found[f"{grid} {'exact' if exact else 'default'}"] = fit(trainer, data, minibatch=7)
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(globals())

@@ -1,35 +1,20 @@
 """Trainings for tests/test_train.py: ``train_cases.py FOLDER CASE...`` under mpirun.
 
-Each case is a function of (communicator, folder) that returns what the test wants to know, or never returns. Every
-rank writes what it got to FOLDER/CASE-RANK.json.
+Each case is a function of (communicator, folder) that returns what the test wants to know, or never returns.
 """
-import hashlib
-import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
+import small_runs
+from small_runs import at_step_3, divergence, main, optimizer, some_digits, spoil
 
-from pcldnn import (
-    SGD,
-    Conv2d,
-    Dropout,
-    Flatten,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    StepDecay,
-    Trainer,
-    communicator,
-)
+from pcldnn import SGD, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Trainer
 from pcldnn.checkpoint import CheckpointError
 from pcldnn.data import ArrayDataset, DataError, open_dataset
 from pcldnn.faults import CollectiveError
-from pcldnn.train import TrainingDiverged
 
 
 def network(width=24, seed=1):
@@ -39,32 +24,9 @@ def network(width=24, seed=1):
                    seed=seed)
 
 
-def optimizer():
-    return SGD(StepDecay(0.02, every=0.3, factor=0.5), momentum=0.9, weight_decay=5e-4)
-
-
-def some_digits(count, changed=None):
-    """A few digits as an array data set; `changed` edits the float32 images."""
-    digits, _ = open_dataset()
-    chosen = np.arange(count) * (len(digits) // count)
-    images = np.stack([digits.read(i) for i in chosen]).astype(np.float32) / 255
-    images = np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2))) if images.shape[-1] == 28 else images
-    if changed is not None:
-        changed(images)
-    return ArrayDataset(images, digits.labels[chosen], num_classes=10)
-
-
-def digest(net):
-    return hashlib.sha256(b"".join(array.tobytes() for array in net.state_dict().values())).hexdigest()
-
-
 def fit(comm, net, data, validation=None, **options):
     """Train quietly; returns what is to be compared."""
-    options = {"verbose": False, "minibatch": 100, **options}
-    result = Trainer(net, optimizer(), comm, threads=1).fit(data, validation, **options)
-    evaluation = result.evaluation and [result.evaluation.count, result.evaluation.correct1, result.evaluation.correct5]
-    return {"losses": result.losses, "digest": digest(net), "evaluation": evaluation, "step": result.step,
-            "epoch": result.epoch, "stopped": result.stopped, "checkpoint_error": result.checkpoint_error}
+    return small_runs.fit(Trainer(net, optimizer(), comm, threads=1), data, validation, **{"minibatch": 100, **options})
 
 
 def curve(comm, folder):
@@ -122,30 +84,17 @@ def refusals(comm, folder):
 
 def diverged(comm, folder):
     """A NaN in one sample of one rank; an infinity in the weights of all."""
-    found = {}
-
-    def spoil(images):
-        images[5, 0, 10, 10] = np.nan
     bad = network()
     bad.load_state_dict({**bad.state_dict(), "classifier.0.bias": np.full(24, np.inf, np.float32)})
-    for name, net, data in (("sample", network(), some_digits(12, spoil)), ("weights", bad, some_digits(12))):
-        before = digest(net)    # draws the weights, if they are not there
-        try:
-            fit(comm, net, data, minibatch=4, epochs=1)
-        except TrainingDiverged as error:
-            found[name] = {"step": error.step, "culprits": error.culprits, "text": str(error),
-                           "untouched": digest(net) == before}
-    return found
+    return {"sample": divergence(Trainer(network(), optimizer(), comm, threads=1), some_digits(12, spoil)),
+            "weights": divergence(Trainer(bad, optimizer(), comm, threads=1), some_digits(12))}
 
 
 def stop(comm, folder):
     """A19: one rank decides to stop; all do, after the same step, with a checkpoint."""
     net, data = network(), some_digits(10)
     trainer = Trainer(net, optimizer(), comm, threads=1)
-
-    def callback(record):
-        if comm.rank == comm.size - 1 and record.get("step") == 3:
-            trainer.request_stop("patience is over")
+    callback = at_step_3(comm, lambda: trainer.request_stop("patience is over"))
     result = trainer.fit(data, data, minibatch=2, epochs=3, verbose=False, callback=callback,
                          checkpoint=folder / "stop.safetensors")
     again = trainer.fit(data, minibatch=2, epochs=1, verbose=False)
@@ -184,11 +133,8 @@ def full_disk(comm, folder):
 
 
 def _failing(comm, action):
-    def callback(record):
-        if comm.rank == comm.size - 1 and record.get("step") == 3:
-            action()
     Trainer(network(), optimizer(), comm, threads=1).fit(some_digits(50), minibatch=10, epochs=50, verbose=False,
-                                                         callback=callback)
+                                                         callback=at_step_3(comm, action))
 
 
 def raises(comm, folder):
@@ -229,13 +175,5 @@ def slow(comm, folder):
     return {"step": result.step, "stopped": result.stopped}
 
 
-def main(folder, cases):
-    folder = Path(folder)
-    with communicator.create() as comm, comm.abort_on_error():
-        for case in cases:
-            found = globals()[case](comm, folder)
-            (folder / f"{case}-{comm.rank}.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(globals())

@@ -1,0 +1,291 @@
+# Winograd convolution, 3x3 filters with stride 1: the transforms, of vectors, tiles and filters.
+#
+# a. A tile of 6x6 outputs is evaluated at 8x8 points: y = A' [(G w G') . (B' x B)] A with 64 products in the place of
+#    324 (Lavin & Gray 2016). The points are 0, +-P, +-Q, +-R and infinity, P = 9/16, Q = 1, R = 13/8: their powers are
+#    exact in float32, and the largest error is that of 4x4 outputs with the usual points 0, +-1, +-2 (found by trying
+#    some, scripts/numerics_report.py; Barabasz et al. 2020 and Alam et al. 2022 choose points for the same reason).
+# b. What remains of a size that 6 does not divide is computed by a tile of 2 (4 points: 0, +-Q, infinity), of 4 (6
+#    points: 0, +-P, +-R, infinity) or, for 5, of 6. The transforms are separable, so a tile may have unlike sizes.
+#    Each point has the scaling of the full tile: all tiles share the same transformed filters, and 14x14 outputs take
+#    20x20 products.
+
+cdef extern from *:
+    """
+    #define WG_P 0.5625f
+    #define WG_R 1.625f
+    #define WG_P2 (WG_P * WG_P)
+    #define WG_R2 (WG_R * WG_R)
+    #define WG_S0 (-1 / (WG_P2 * WG_R2))
+    #define WG_SP (1 / (2 * WG_P2 * (WG_P2 - 1) * (WG_P2 - WG_R2)))
+    #define WG_SQ (1 / (2 * (1 - WG_P2) * (1 - WG_R2)))
+    #define WG_SR (1 / (2 * WG_R2 * (WG_R2 - WG_P2) * (WG_R2 - 1)))
+    #if PCL_WIDTH == 16 && defined(__AVX512F__)
+    #include <immintrin.h>
+    #define WG_STREAM(p, a) _mm512_stream_ps(p, (__m512)(a))
+    #define WG_FENCE() _mm_sfence()
+    #elif PCL_WIDTH == 8 && defined(__AVX__)
+    #include <immintrin.h>
+    #define WG_STREAM(p, a) _mm256_stream_ps(p, (__m256)(a))
+    #define WG_FENCE() _mm_sfence()
+    #elif defined(__SSE2__)
+    #include <emmintrin.h>
+    #define WG_STREAM(p, a) _mm_stream_ps(p, (__m128)(a))
+    #define WG_FENCE() _mm_sfence()
+    #else
+    #define WG_STREAM(p, a) vec_store(p, a)
+    #define WG_FENCE()
+    #endif
+    #define WG_LINE (PCL_WIDTH < 16 ? 16 / PCL_WIDTH : 1)
+    """
+    const float P1 "WG_P"
+    const float Q2 "1.0f"                     # Q is 1
+    const float R1 "WG_R"
+    const float P2 "WG_P2"
+    const float R2 "WG_R2"
+    const float S0 "WG_S0"                    # scale of a filter at point 0, +-P, +-Q, +-R: 1 / N of the full tile
+    const float SP "WG_SP"
+    const float SQ "WG_SQ"
+    const float SR "WG_SR"
+    const int LINE "WG_LINE"                  # channel blocks of a cache line
+    void store_past "WG_STREAM"(float* p, vec a) nogil    # to memory, past the caches: for aligned p
+    void store_fence "WG_FENCE"() nogil
+
+cdef enum:
+    POINTS = 64
+    STREAM = 8388608         # transformed filters of so many elements are written past the caches: they do not fit
+
+
+# --- one dimension: each function writes its results `step` apart ---------------------------------------------------
+
+
+cdef inline bint has_point(int size, int point) noexcept nogil:
+    """Whether tiles of this size use the point: 0, P, -P, Q, -Q, R, -R, infinity."""
+    return size == 6 or point == 0 or point == 7 or (point == 3 or point == 4) == (size == 2)
+
+
+cdef inline void store_pair(vec even, vec odd, float* out, Py_ssize_t step) noexcept nogil:
+    store(out, even + odd)
+    store(out + step, even - odd)
+
+
+cdef inline void input_points(int size, const float* d, Py_ssize_t in_step, float* out, Py_ssize_t step) noexcept nogil:
+    """B' d: size + 2 inputs at the points."""
+    cdef vec d0 = load(d), d1 = load(d + in_step), d2 = load(d + 2 * in_step), d3 = load(d + 3 * in_step)
+    cdef vec d4, d5, d6, d7
+    if size == 6:
+        d4, d5 = load(d + 4 * in_step), load(d + 5 * in_step)
+        d6, d7 = load(d + 6 * in_step), load(d + 7 * in_step)
+        store(out, d6 - (P2 + Q2 + R2) * d4 + (P2 + R2 + P2 * R2) * d2 - (P2 * R2) * d0)
+        store_pair(d6 - (Q2 + R2) * d4 + R2 * d2, P1 * d5 - (P1 * (Q2 + R2)) * d3 + (P1 * R2) * d1, out + step, step)
+        store_pair(d6 - (P2 + R2) * d4 + (P2 * R2) * d2, d5 - (P2 + R2) * d3 + (P2 * R2) * d1, out + 3 * step, step)
+        store_pair(d6 - (P2 + Q2) * d4 + P2 * d2, R1 * d5 - (R1 * (P2 + Q2)) * d3 + (R1 * P2) * d1,
+                   out + 5 * step, step)
+        store(out + 7 * step, d7 - (P2 + Q2 + R2) * d5 + (P2 + R2 + P2 * R2) * d3 - (P2 * R2) * d1)
+    elif size == 4:
+        d4, d5 = load(d + 4 * in_step), load(d + 5 * in_step)
+        store(out, (P2 + R2) * d2 - (P2 * R2) * d0 - d4)
+        store_pair((P2 - Q2) * d4 - ((P2 - Q2) * R2) * d2, ((P2 - Q2) * P1) * d3 - ((P2 - Q2) * P1 * R2) * d1,
+                   out + step, step)
+        store_pair((R2 - Q2) * d4 - ((R2 - Q2) * P2) * d2, ((R2 - Q2) * R1) * d3 - ((R2 - Q2) * R1 * P2) * d1,
+                   out + 5 * step, step)
+        store(out + 7 * step, d5 - (P2 + R2) * d3 + (P2 * R2) * d1)
+    else:
+        store(out, (P2 * R2) * (d2 - d0))
+        store_pair(((Q2 - P2) * (Q2 - R2)) * d2, ((Q2 - P2) * (Q2 - R2)) * d1, out + 3 * step, step)
+        store(out + 7 * step, d3 - d1)
+
+
+cdef inline void gradient_points(int size, const float* y, Py_ssize_t in_step, float* out,
+                                 Py_ssize_t step) noexcept nogil:
+    """A y: `size` output gradients at the points."""
+    cdef vec y0 = load(y), y1 = load(y + in_step), y2, y3, y4, y5
+    store(out, y0)
+    if size == 6:
+        y2, y3 = load(y + 2 * in_step), load(y + 3 * in_step)
+        y4, y5 = load(y + 4 * in_step), load(y + 5 * in_step)
+        store_pair(y0 + P2 * y2 + (P2 * P2) * y4, P1 * y1 + (P1 * P2) * y3 + (P1 * P2 * P2) * y5, out + step, step)
+        store_pair(y0 + y2 + y4, y1 + y3 + y5, out + 3 * step, step)
+        store_pair(y0 + R2 * y2 + (R2 * R2) * y4, R1 * y1 + (R1 * R2) * y3 + (R1 * R2 * R2) * y5, out + 5 * step, step)
+        store(out + 7 * step, y5)
+    elif size == 4:
+        y2, y3 = load(y + 2 * in_step), load(y + 3 * in_step)
+        store_pair(y0 + P2 * y2, P1 * y1 + (P1 * P2) * y3, out + step, step)
+        store_pair(y0 + R2 * y2, R1 * y1 + (R1 * R2) * y3, out + 5 * step, step)
+        store(out + 7 * step, y3)
+    else:
+        store_pair(y0, y1, out + 3 * step, step)
+        store(out + 7 * step, y1)
+
+
+cdef inline void filter_points(vec w0, vec w1, vec w2, float* out, Py_ssize_t step) noexcept nogil:
+    """G w: the 3 taps at the points."""
+    store(out, S0 * w0)
+    store_pair(SP * w0 + (SP * P2) * w2, (SP * P1) * w1, out + step, step)
+    store_pair(SQ * w0 + SQ * w2, SQ * w1, out + 3 * step, step)
+    store_pair(SR * w0 + (SR * R2) * w2, (SR * R1) * w1, out + 5 * step, step)
+    store(out + 7 * step, w2)
+
+
+cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, float* out,
+                               Py_ssize_t step) noexcept nogil:
+    """A' m: the `size` outputs."""
+    cdef vec s, d, s2, d2, s3, d3
+    if size == 6:
+        s, d = load(m + in_step) + load(m + 2 * in_step), load(m + in_step) - load(m + 2 * in_step)
+        s2, d2 = load(m + 3 * in_step) + load(m + 4 * in_step), load(m + 3 * in_step) - load(m + 4 * in_step)
+        s3, d3 = load(m + 5 * in_step) + load(m + 6 * in_step), load(m + 5 * in_step) - load(m + 6 * in_step)
+        store(out, load(m) + s + s2 + s3)
+        store(out + step, P1 * d + d2 + R1 * d3)
+        store(out + 2 * step, P2 * s + s2 + R2 * s3)
+        store(out + 3 * step, (P1 * P2) * d + d2 + (R1 * R2) * d3)
+        store(out + 4 * step, (P2 * P2) * s + s2 + (R2 * R2) * s3)
+        store(out + 5 * step, (P1 * P2 * P2) * d + d2 + (R1 * R2 * R2) * d3 + load(m + 7 * in_step))
+    elif size == 4:
+        s, d = load(m + in_step) + load(m + 2 * in_step), load(m + in_step) - load(m + 2 * in_step)
+        s3, d3 = load(m + 5 * in_step) + load(m + 6 * in_step), load(m + 5 * in_step) - load(m + 6 * in_step)
+        store(out, load(m) + s + s3)
+        store(out + step, P1 * d + R1 * d3)
+        store(out + 2 * step, P2 * s + R2 * s3)
+        store(out + 3 * step, (P1 * P2) * d + (R1 * R2) * d3 + load(m + 7 * in_step))
+    else:
+        store(out, load(m) + load(m + 3 * in_step) + load(m + 4 * in_step))
+        store(out + step, load(m + 3 * in_step) - load(m + 4 * in_step) + load(m + 7 * in_step))
+
+
+cdef inline void filter_values(const float* m, Py_ssize_t in_step, float* out, Py_ssize_t step) noexcept nogil:
+    """G' m: the 3 taps."""
+    cdef vec s, d, s2, d2, s3, d3
+    s, d = load(m + in_step) + load(m + 2 * in_step), load(m + in_step) - load(m + 2 * in_step)
+    s2, d2 = load(m + 3 * in_step) + load(m + 4 * in_step), load(m + 3 * in_step) - load(m + 4 * in_step)
+    s3, d3 = load(m + 5 * in_step) + load(m + 6 * in_step), load(m + 5 * in_step) - load(m + 6 * in_step)
+    store(out, S0 * load(m) + SP * s + SQ * s2 + SR * s3)
+    store(out + step, (SP * P1) * d + SQ * d2 + (SR * R1) * d3)
+    store(out + 2 * step, (SP * P2) * s + SQ * s2 + (SR * R2) * s3 + load(m + 7 * in_step))
+
+
+# --- one tile, b channels -------------------------------------------------------------------------------------------
+
+
+cdef void input_tile(int mr, int mc, const float* x, Py_ssize_t H, Py_ssize_t W, Py_ssize_t row, Py_ssize_t col,
+                     float* v, Py_ssize_t v_point) noexcept nogil:
+    """v = B' x B of the (mr + 2) x (mc + 2) inputs from (row, col) on; those outside of the image are zero."""
+    cdef float framed[64 * b]
+    cdef float t[64 * b]
+    cdef const float* d = x + (row * W + col) * b
+    cdef Py_ssize_t in_row = W * b
+    cdef int i, j
+    if row < 0 or col < 0 or row + mr + 2 > H or col + mc + 2 > W:
+        for i in range(mr + 2):
+            for j in range(mc + 2):
+                store(framed + (8 * i + j) * b, load(d + i * in_row + j * b)
+                      if 0 <= row + i and row + i < H and 0 <= col + j and col + j < W else zero())
+        d = framed
+        in_row = 8 * b
+    for j in range(mc + 2):
+        input_points(mr, d + j * b, in_row, t + j * b, 8 * b)
+    for i in range(8):
+        if has_point(mr, i):
+            input_points(mc, t + 8 * i * b, b, v + 8 * i * v_point, v_point)
+
+
+cdef void output_tile(int mr, int mc, const float* m, Py_ssize_t m_point, vec bias, bint relu, float* y,
+                      Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col) noexcept nogil:
+    """relu?(A' m A + bias) to the mr x mc outputs from (row, col) on, as far as they exist."""
+    cdef float t[48 * b]
+    cdef float values[6 * b]
+    cdef vec value
+    cdef int i, j, rows = <int>min(mr, P - row), cols = <int>min(mc, Q - col)
+    y += (row * Q + col) * b
+    for j in range(8):
+        if has_point(mc, j):
+            output_values(mr, m + j * m_point, 8 * m_point, t + j * b, 8 * b)
+    for i in range(rows):
+        output_values(mc, t + 8 * i * b, b, values, b)
+        for j in range(cols):
+            value = load(values + j * b) + bias
+            store(y + (i * Q + j) * b, vrelu(value) if relu else value)
+
+
+cdef void gradient_tile(int mr, int mc, const float* dy, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col,
+                        float* d, Py_ssize_t d_point) noexcept nogil:
+    """d = A dy A' of the mr x mc output gradients from (row, col) on."""
+    cdef float framed[48 * b]
+    cdef float t[48 * b]
+    cdef const float* y = dy + (row * Q + col) * b
+    cdef Py_ssize_t in_row = Q * b
+    cdef int i, j
+    if row + mr > P or col + mc > Q:
+        for i in range(mr):
+            for j in range(mc):
+                store(framed + (6 * i + j) * b,
+                      load(y + i * in_row + j * b) if row + i < P and col + j < Q else zero())
+        y = framed
+        in_row = 6 * b
+    for j in range(mc):
+        gradient_points(mr, y + j * b, in_row, t + j * b, 6 * b)
+    for i in range(8):
+        if has_point(mr, i):
+            gradient_points(mc, t + 6 * i * b, b, d + 8 * i * d_point, d_point)
+
+
+# --- all filters -----------------------------------------------------------------------------------------------------
+
+
+cdef void transform_filter(const float* w, float* u, Py_ssize_t u_point, bint input_grad, bint stream) noexcept nogil:
+    """U of one block of filters (3, 3, b, b); with `input_grad` rows and columns in reverse, channels transposed."""
+    cdef float buffer[POINTS * b * b]
+    cdef float t[24 * b]
+    cdef float square[b * b]
+    cdef const float* f
+    cdef Py_ssize_t tap = -b * b if input_grad else b * b
+    cdef int lane, point, i, j
+    for lane in range(b):
+        f = w + lane * b + (8 * b * b if input_grad else 0)
+        for j in range(3):
+            filter_points(load(f + j * tap), load(f + (3 + j) * tap), load(f + (6 + j) * tap), t + j * b, 3 * b)
+        for i in range(8):
+            filter_points(load(t + 3 * i * b), load(t + (3 * i + 1) * b), load(t + (3 * i + 2) * b),
+                          buffer + (8 * i * b + lane) * b, b * b)
+    for point in range(POINTS):
+        f = buffer + point * b * b
+        if input_grad:
+            transpose(f, b, square)
+            f = square
+        for i in range(b):
+            if stream:
+                store_past(u + point * u_point + i * b, load(f + i * b))
+            else:
+                store(u + point * u_point + i * b, load(f + i * b))
+
+
+cdef void transform_filters(const float* w, float* u, Py_ssize_t KB, Py_ssize_t CB, Py_ssize_t k, bint input_grad,
+                            bint stream) noexcept nogil:
+    """U of the filters of one block of output channels."""
+    cdef Py_ssize_t c, block
+    for c in range(CB):
+        block = c * KB + k if input_grad else k * CB + c
+        transform_filter(w + (k * CB + c) * 9 * b * b, u + block * b * b, KB * CB * b * b, input_grad, stream)
+    if stream:
+        store_fence()
+
+
+def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN   (KB, CB, 3, 3, b, b)
+                              float[:, :, :, ::1] u,                      # OUT  (64, KB, CB * b, b)
+                              bint input_grad=False, int num_threads=1):
+    """u = G w G' at the 64 points, for `winograd_forward`.
+
+    With `input_grad` the filters are transposed and flipped, for `winograd_input_grad`: u is (64, CB, KB * b, b).
+    """
+    cdef Py_ssize_t KB = weight.shape[0], CB = weight.shape[1], job, size = KB * CB * b * b
+    cdef bint stream
+    cdef const float* w
+    cdef float* out
+    checks.winograd_transform_filter(dims(weight), dims(u), input_grad, num_threads)
+    checks.width("weight", weight.shape[5], b)
+    if size == 0:
+        return
+    w = &weight[0, 0, 0, 0, 0, 0]
+    out = &u[0, 0, 0, 0]
+    stream = POINTS * size >= STREAM and (<size_t>out) % (b * sizeof(float)) == 0
+    for job in prange(KB, nogil=True, num_threads=num_threads, schedule="static"):
+        transform_filters(w, out, KB, CB, job, input_grad, stream)

@@ -1,0 +1,124 @@
+"""The solver and its balance of bytes and flops: pure functions, against search by hand and against bounds that must hold."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pcldnn import balance, models
+from pcldnn import blocking as solver
+from pcldnn.balance import Block, best_block, block_bytes, bytes_per_flop
+from pcldnn.blocking import ConvShape
+from pcldnn.layers.base import PASSES
+from pcldnn.machine import Machine
+
+MACHINES = [
+    Machine("large", "avx512", 2, 48 * 1024, 2048 * 1024, 260 * 1024**2, flops=1e11, memory_bandwidth=2e10),
+    Machine("middle", "avx2", 16, 32 * 1024, 512 * 1024, 16 * 1024**2, flops=1e11, memory_bandwidth=2e10),
+    Machine("small", "sse2", 1, 32 * 1024, 256 * 1024, 0, flops=1e10, memory_bandwidth=1e10),
+    Machine("phone", "neon", 8, 32 * 1024, 128 * 1024, 0, flops=1e10, memory_bandwidth=1e10),
+]
+NETWORKS = {"vgg_a": models.vgg_a(), "overfeat_fast": models.overfeat_fast(), "cd_dnn": models.cd_dnn()}
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("sizes", list(product((1, 13, 4096, 25088), (0, 64, 1024), (1, 63, 256))), ids=str)
+def test_blocking_of_fully_connected_layers_fits_the_caches(machine, sizes):
+    summed, tiled, vectors = sizes
+    for threads in (1, 2, 64):
+        depth, tiles, pairs = solver.linear(summed, tiled, vectors, machine, threads)
+        values, written = tiles * machine.tile[1], pairs * machine.tile[0] * machine.width
+        assert depth % machine.width == 0 and tiles <= max(-(-tiled // machine.tile[1]), 1)
+        assert 4 * depth * (machine.tile[0] * machine.width + machine.tile[1]) <= machine.l1
+        assert 4 * (values * depth + written * depth + values * written) <= machine.l2 // 2
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("sizes", list(product((0, 1, 64, 1024), (16, 1008, 25088))), ids=str)
+def test_blocking_of_the_input_gradient_of_fully_connected_layers(machine, sizes):
+    samples, features = sizes
+    for threads in (1, 2, 64):
+        depth, vectors, blocks = solver.linear_input_grad(samples, features, machine, threads)
+        assert depth % machine.width == 0 and 1 <= blocks <= features // machine.width
+        assert 1 <= vectors <= max(-(-samples // machine.width), 1)
+        assert vectors <= 2 or 4 * depth * vectors * machine.width <= machine.l2 // 4
+        assert vectors * blocks * machine.width**2 <= solver.SUMS
+
+
+def test_blocking_of_fully_connected_layers_on_known_caches():
+    """What was measured to be good before there was a solver: 256, 20, 4, and more pairs are as good."""
+    for machine in MACHINES[:2]:
+        depth, tiles, pairs = solver.linear(4096, 1024, 4096 // machine.width, machine)
+        assert depth == 256 and 10 <= tiles <= 40 and 2 <= pairs <= 16
+
+
+def test_kernels_take_what_is_solved(target):
+    """The limits of the solver are those of the kernels: the sums of the input gradient at their largest."""
+    b = target.SIMD_WIDTH
+    machine = next(machine for machine in MACHINES if machine.width == b)
+    cut = solver.linear_input_grad(8, 4096 * b, machine)
+    dy, weight = np.ones((1, 2 * b), np.float32), np.ones((2, 8 * b, b), np.float32)
+    dx = np.empty((1, 8 * b), np.float32)
+    target.linear_input_grad(dy, weight, dx, blocking=cut)
+    assert (dx == 2 * b).all()
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("net", NETWORKS)
+def test_no_blocking_moves_less_than_every_array_once(machine, net):
+    """Of the logical arrays; and on caches that hold everything, hardly more than that."""
+    huge = Machine("huge", machine.target, 1, 2**20, 2**40)
+    plans = [NETWORKS[net].plan(8, machine=m, algorithm="direct").layers for m in (machine, huge)]
+    for layer, roomy in zip(*plans):
+        for name in PASSES:
+            made = getattr(layer, name)
+            if made and made.blocking:
+                weights = 4 * layer.parameters[0].array_size
+                least = made.bytes - 4 * (layer.parameter_size - layer.parameters[0].array_size)
+                assert made.traffic >= least, (layer.name, name)
+                copies = getattr(made.blocking, "copies", 1)
+                assert getattr(roomy, name).traffic <= 3 * least + 3 * copies * weights, (layer.name, name)
+
+
+def test_winograd_moves_more_and_computes_less():
+    shape, machine = ConvShape(8, 256, 56, 56, 256, 3, 3, (1, 1), (1, 1)), MACHINES[0]
+    direct = balance.conv_traffic(shape, machine, solver.conv_forward(shape, machine))
+    traffic = balance.winograd_traffic(shape, machine, solver.winograd_forward(shape, machine))
+    assert traffic > direct
+    assert balance.bound_by(10, 100, 0.2) == "compute" and balance.bound_by(10, 100, 0.09) == "memory"
+    assert balance.bound_by(10, 100, 0.2, "winograd") == "memory"
+
+
+def test_the_search_finds_the_best_of_all_blocks():
+    shape, budget = ConvShape(2, 3, 6, 5, 4, 3, 2, (2, 1), (0, 1)), 600
+    block, resident, ratio = best_block(shape, budget, width=1)
+    assert sum(block_bytes(shape, block)) <= budget and ratio == bytes_per_flop(shape, block, resident)
+    extents = (shape.N, shape.C, shape.K, shape.P, shape.Q)
+    for sizes in product(*(range(1, extent + 1) for extent in extents)):
+        candidate = Block(*sizes, shape.R, shape.S)
+        equal = all(-(-extent // -(-extent // size)) == size for extent, size in zip(extents, sizes))
+        if sum(block_bytes(shape, candidate)) <= budget and equal:
+            assert bytes_per_flop(shape, candidate) >= ratio
+    with pytest.raises(ValueError, match="budget"):
+        best_block(shape, 10)
+
+
+def test_bytes_of_a_block_by_hand():
+    """One output pixel of 1x1 filters: 2 inputs, 6 weights, 3 outputs read and written, 12 flop."""
+    shape, block = ConvShape(1, 2, 4, 4, 3, 1, 1), Block(1, 2, 3, 1, 1, 1, 1)
+    assert block_bytes(shape, block) == (8, 24, 12)
+    assert bytes_per_flop(shape, block) == (8 + 24 + 24) / 12
+    assert bytes_per_flop(shape, block, "output") == (8 + 24) / 12
+
+
+def test_the_table_of_a_plan():
+    network = NETWORKS["vgg_a"]
+    lines = network.plan(32, threads=2, machine=MACHINES[0]).blocking_table().splitlines()
+    assert "32 images and 2 threads, avx512, L1 48 KiB, L2 2,048 KiB" in lines[0]
+    assert "20.0 GB/s over 2 x 100.0 Gflop/s = 0.1000 bytes/flop" in lines[1]
+    assert len(lines) == 4 + 11 * 3 - 1  # no input gradient of the first layer
+    forward = next(line for line in lines if "classifier.0" in line and "forward" in line)
+    assert "depth 256, tiles 3, pairs 16" in forward and forward.endswith("compute")
+    assert next(line for line in lines if "classifier.0" in line and "weight_grad" in line)
+    with pytest.raises(ValueError, match="rates"):
+        network.plan(32).blocking_table()
