@@ -22,10 +22,11 @@ def test_nodes_of_one_rank_exchange_messages(run_mpi):
 
 
 @pytest.mark.parametrize("action", ["stall", "kill"])
-def test_a_rank_that_stalls_or_dies(run_mpi, action):
+def test_a_rank_that_stalls_or_dies(run_mpi, tmp_path, action):
     phases = "weight_grad,reduce_scatter,allgather" if action == "stall" else "reduce_scatter"
-    arguments = ["tests/mpi/overlap_faults.py", action, phases]
+    arguments = ["tests/mpi/overlap_faults.py", action, phases, tmp_path]
     result = run_mpi(3, arguments, timeout=90, env={"PCLDNN_NODES": "1+2"}, check=False)
+    assert result.stdout.count("fails at") == phases.count(",") + 1, result.output
     assert result.stdout.count("reached the end") == (3 if action == "stall" else 0), result.output
     assert (result.returncode == 0) == (action == "stall"), result.output
 

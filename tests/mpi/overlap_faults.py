@@ -1,8 +1,8 @@
-"""A rank that fails, is killed or stalls at some phase of training: `overlap_faults.py ACTION PHASE[,PHASE...] FOLDER`.
+"""A rank that fails, is killed or stalls at some phase of training: `overlap_faults.py ACTION PHASE[,PHASE...] [FOLDER]`.
 
 Phases: data, on a thread of the loader; a pass of a layer, on the thread that computes; update, reduce_scatter and
-allgather, on the communication thread; checkpoint, while it is gathered, and write, on rank 0. All but the last happen
-on the last rank.
+allgather, on the communication thread; checkpoint (in FOLDER), while it is gathered, and write, on rank 0. All but the
+last happen on the last rank.
 """
 
 import os
@@ -39,7 +39,7 @@ def spoil(owner, name, action, when):
     setattr(owner, name, spoilt)
 
 
-def main(comm, action, phases, folder):
+def main(comm, action, phases, folder=None):
     data = ArrayDataset(np.ones((60, 1, 8, 8), np.float32), [0] * 60, num_classes=3)
     network = Network([Flatten(), Linear(64, 300), ReLU(), Linear(300, 3)], (1, 8, 8))
     optimizer = SGD(0.01, momentum=0.9)
@@ -53,12 +53,13 @@ def main(comm, action, phases, folder):
             owner, name, when = places[phase]
             spoil(owner, name, action, when)
     trainer = Trainer(network, optimizer, comm, threads=1)
-    result = trainer.fit(data, minibatch=10, epochs=2, verbose=False, checkpoint=f"{folder}/checkpoint.safetensors")
+    path = folder and f"{folder}/checkpoint.safetensors"
+    result = trainer.fit(data, minibatch=10, epochs=2, verbose=False, checkpoint=path)
     assert comm.has_thread
     assert result.step == 12
 
 
 if __name__ == "__main__":
     with communicator.create() as comm, comm.abort_on_error():
-        main(comm, ACTIONS[sys.argv[1]], sys.argv[2].split(","), sys.argv[3])
+        main(comm, ACTIONS[sys.argv[1]], sys.argv[2].split(","), *sys.argv[3:])
     print(f"rank {comm.rank} reached the end")
