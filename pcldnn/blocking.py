@@ -251,6 +251,7 @@ def _weight_grad_cycles(
 
 # --- fully connected layers ---------------------------------------------------------------------------------------
 
+MOST_FEATURE_BLOCKS = 64  # of a job: tiles of any width are full by then
 SUMS = 65536  # of a job of the input gradient: the kernel has no more room [elements]
 
 
@@ -309,7 +310,7 @@ def linear_input_grad(samples: int, features: int, machine: Machine, threads: in
         job = sum(_step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
         return ceil(ceil(blocks / size) / threads) * job
 
-    most = min(max(SUMS // (vectors * width**2), 1), blocks)
+    most = min(max(SUMS // (vectors * width**2), 1), blocks, MOST_FEATURE_BLOCKS)
     return LinearBlocking(depth, vectors, min(range(1, most + 1), key=cycles))
 
 
@@ -330,10 +331,11 @@ def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlo
 
 # --- Winograd convolution -----------------------------------------------------------------------------------------
 
-POINTS = 64  # of a tile of 6x6 outputs; smaller tiles use some of them
+POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters; smaller tiles use some of them
 CACHED_TILES = 48  # in flight while the transformed filters stay in L3
 LEAST_TILES, MOST_TILES = 64, 112  # otherwise: filters are read once per batch, so few tiles mean many bytes
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
+SUM_CHANNELS = 128  # added up from zero at most: the error grows with them (docs/numerics.md), and fewer cost time
 TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
 FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
 
@@ -343,32 +345,34 @@ class WinogradBlocking(NamedTuple):
 
     tiles: int  # in flight; in the weight gradient it sets the order of the sums
     k_blocks: int  # blocks of output channels whose products are held at a time
-    c_blocks: int  # blocks of summed channels per visit of the products
+    c_blocks: int  # blocks of summed channels per visit of the products, which sets the order of the sums, too
     private: bool  # each thread has batches of its own
 
 
 def winograd_fits(shape: ConvShape, machine: Machine) -> bool:
-    """Whether the Winograd kernels can compute a convolution: 3x3, stride 1, channels in blocks of the SIMD width."""
+    """Whether the Winograd kernels can compute a convolution: 3x3 or 5x5, stride 1, channels in blocks of a vector."""
     blocked = shape.lanes in (None, machine.width)
-    return (shape.R, shape.S, *shape.stride) == (3, 3, 1, 1) and blocked and max(shape.padding) <= 2
+    square = (shape.R, shape.S) in ((3, 3), (5, 5)) and shape.stride == (1, 1)
+    return square and blocked and max(shape.padding) < shape.R
 
 
 def winograd_input_grad_shape(shape: ConvShape) -> ConvShape:
     """The convolution of dy that the input gradient is."""
-    padding = (2 - shape.padding[0], 2 - shape.padding[1])
-    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, 3, 3, (1, 1), padding, shape.lanes)
+    padding = (shape.R - 1 - shape.padding[0], shape.S - 1 - shape.padding[1])
+    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, shape.R, shape.S, (1, 1), padding, shape.lanes)
 
 
-def _cut_in_tiles(size: int) -> tuple[int, int]:
-    """(tiles, points) along a dimension of `size` outputs: tiles of 6, and one of 2 or 4 for what remains."""
-    full = (size + 1) // 6
-    rest = max(ceil((size - 6 * full) / 2) * 2, 0)
-    return full + (rest > 0), 8 * full + (rest + 2 if rest else 0)
+def _cut_in_tiles(outputs: int, taps: int) -> tuple[int, int]:
+    """(tiles, points) along a dimension: tiles of 8 points, and one of 4 or 6 for what remains."""
+    step = 9 - taps
+    full = (outputs + 1) // step
+    rest = max(ceil((outputs - step * full) / 2) * 2, 0)
+    return full + (rest > 0), 8 * full + (rest + taps - 1 if rest else 0)
 
 
 def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
     """(tiles, products of a pair of channels) of all images."""
-    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P), _cut_in_tiles(shape.Q)
+    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P, shape.R), _cut_in_tiles(shape.Q, shape.S)
     return shape.N * rows * columns, shape.N * row_points * column_points
 
 
@@ -376,6 +380,7 @@ def _winograd_blocking(shape: ConvShape, machine: Machine) -> tuple[WinogradBloc
     """Blocking without private batches, and whether the transformed filters stay in L3 (constants measured)."""
     in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
     c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
+    c_blocks = min(c_blocks, SUM_CHANNELS // machine.width)
     c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
     shared = machine.l3 or 8 * machine.l2
     cached = 8 * FLOAT * winograd_filter_size(shape, machine) <= shared
@@ -430,6 +435,6 @@ def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
     fill /= min(machine.tile[1], max(tiles, 1))  # few tiles leave the register tile empty
     winograd = steps * products * fill / PRODUCT_SHARE + TRANSFORM * products / POINTS * (in_blocks + out_blocks)
     winograd += FLOAT * winograd_filter_size(shape, machine) / FILTER_BYTES
-    rows = sum(len(taps) for taps in _taps(shape.P, 3, 1, shape.padding[0], shape.H))
-    columns = sum(len(taps) for taps in _taps(shape.Q, 3, 1, shape.padding[1], shape.W))
+    rows = sum(len(taps) for taps in _taps(shape.P, shape.R, 1, shape.padding[0], shape.H))
+    columns = sum(len(taps) for taps in _taps(shape.Q, shape.S, 1, shape.padding[1], shape.W))
     return winograd < steps * shape.N * rows * columns / DIRECT_SHARE

@@ -84,9 +84,9 @@ class Overlap:
         self._gradients = {}  # layer -> the last Request that needs its gradients
         self._weights = {}  # layer -> the last Request that brings its weights
         self._held = set()  # bundles of gradients not submitted yet
+        self._arrivals = np.empty(0, np.float32)  # exact mode: others' partial sums of an exchange
         for name, placement in placements.items():
             placement.travel = functools.partial(self._travel, name)
-        self._arrivals = np.empty(0, np.float32)  # exact mode: others' partial sums of an exchange
 
     @property
     def layers(self):
@@ -107,16 +107,15 @@ class Overlap:
         """The weight gradient of a layer is there: submit what the schedule has for this point."""
         if layer not in self.schedule.backward:
             return
+        awaited = layer in self.schedule.awaited
+        if not awaited:
+            self._pace.mark(layer)
         stage = self.schedule.backward[layer]
-        if layer in self.schedule.awaited:
-            for bundle in stage.gradients:
-                self._reduce(bundle)
-            self.wait_gradients(layer)
-            return
-        self._pace.mark(layer)
         for bundle in stage.gradients:
             self._reduce(bundle)
         self._renew(stage, self._change)
+        if awaited:
+            self.wait_gradients(layer)
 
     def update(self, change):
         """Submit the update of all layers: `change(layer)` updates the shard that this rank owns."""

@@ -1,4 +1,4 @@
-"""Which part of which exchange is submitted at which point of a step: a pure value of the Plan, equal on all ranks.
+"""Which part of which exchange is submitted at which point of a step: a pure value of Plan and rates, equal on all ranks.
 
 The communication thread executes commands in the order in which they come, so this order is all there is to decide:
 
@@ -17,6 +17,7 @@ The communication thread executes commands in the order in which they come, so t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from pcldnn.grid import sums_stay
@@ -69,8 +70,8 @@ def schedule(
     bandwidth : float
         What the network carries from and to each rank [byte/s]; the same on all ranks. inf: nothing is held back.
     seconds : dict of str to float, optional
-        Compute [s] behind each layer's weight gradient, up to the next one's; the same on all ranks. Default: as much
-        as the plan's work takes at the peak of the plan's machine.
+        Compute [s] behind each layer's weight gradient, up to the next one's, awaited layers left out; the same on all
+        ranks. Default: as much as the plan's work takes at the peak of the plan's machine.
     early : bool
         Whether updates may begin in backward.
     """
@@ -83,8 +84,7 @@ def schedule(
     awaited = frozenset(layer.name for layer in learning if not sums_stay(layer))
     found = _gradients([layer for layer in learning if layer.name not in awaited], parts)
     groups = list(_groups(learning, parts))
-    seconds = seconds or _least_seconds(plan, found)
-    backward, held = _fill(found, groups, plan, bandwidth, seconds, early)
+    backward, held = _fill(found, groups, plan, bandwidth, seconds or _least_seconds(plan, found), early)
     backward |= {name: Stage(tuple((part,) for part in parts[name]), (), ()) for name in awaited}
     return Schedule(backward, tuple(_update(groups, held)), awaited)
 
@@ -119,10 +119,9 @@ def _fill(found, groups: list[_Group], plan: Plan, bandwidth: float, seconds: di
     """What is submitted after each weight gradient, and the gradients left in the end; `groups` keep what is left."""
     # A rank keeps its own share of an array.
     travels = {layer.name: 1 - 1 / layer.partition.data for layer in plan.layers}
-    place = {layer.name: i for i, layer in enumerate(plan.layers)}
-    left = dict.fromkeys(place, 0)  # parts of gradients that are not submitted
-    for part in (part for bundles in found.values() for bundle in bundles for part in bundle):
-        left[part.layer] += 1
+    place = {name: i for i, name in enumerate(name for group in groups for name in group.layers)}
+    # Parts of gradients that are not submitted; those of awaited layers are complete before backward goes on.
+    left = Counter(part.layer for bundles in found.values() for bundle in bundles for part in bundle)
     submitted, waiting, credit = {}, [], 0.0
     for name, bundles in found.items():
         waiting = [*bundles, *waiting]  # this layer's first: it comes before the others in the next forward pass
@@ -138,8 +137,7 @@ def _fill(found, groups: list[_Group], plan: Plan, bandwidth: float, seconds: di
             if waiting and not (free and place[free[0].layers[0]] < place[waiting[0][0].layer]):
                 sent = waiting.pop(0)
                 gradients.append(sent)
-                for part in sent:
-                    left[part.layer] -= 1
+                left.subtract(part.layer for part in sent)
             else:
                 layers += () if free[0].updated else free[0].layers
                 free[0].updated = True

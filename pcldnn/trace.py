@@ -44,8 +44,8 @@ class Trace:
     ----------
     events : deque of Event
     totals : dict
-        (kind, layer) -> [calls, seconds, bytes, flop] of the compute track, since it was last emptied; waits inside of a
-        call are not in its seconds.
+        (kind, layer) -> [calls, seconds, bytes, flop] of the compute track, since it was last emptied; waits inside of
+        a call are not in its seconds.
     dropped : int
         Events no longer kept.
     """

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from pcldnn.trace import COMPUTE, WAIT
 
+WITH_WINDOW = ("reduce_scatter", "allgather")  # of gradients and of weights
+
 
 class Traffic(NamedTuple):
     """Communication of one layer, mean over ranks and sum over the events kept."""
@@ -78,7 +80,7 @@ def overlapped(ranks):
     hidden = 0.0
     for found in _exchanges(ranks):
         for each, event, span in _spans(found):
-            for layer, size in zip(event.layers, event.bytes):
+            for layer, size in zip(event.layers, event.bytes) if event.kind in WITH_WINDOW else ():
                 own = windows[each.rank].get(layer, [])
                 place = bisect.bisect_right(own, (event.start, float("inf"))) - 1
                 if place >= 0 and event.start < own[place][1]:

@@ -144,14 +144,15 @@ def means(groups) -> str:
     for row, peers in groups:
         if row["pass"] in PASSES and row["flop"]:
             kind = "fully connected" if row["layer"].startswith("fc") else "convolutions"
-            found.setdefault((row["net"], kind, row["minibatch"], row["pass"], row["target"]), []).append((row, peers))
+            key = (row["net"], kind, row["minibatch"], row["pass"], row["algorithm"], row["target"])
+            found.setdefault(key, []).append((row, peers))
     rows = []
     for key, pairs in found.items():
         ratios = [[ratio(row, peers.get(peer)) for row, peers in pairs] for peer in ("torch", "onednn")]
         shares = [row["peak_share"] for row, _ in pairs]
         rows.append((*key, len(pairs), number(geometric(shares), "{:.0%}"),
                      *(number(geometric(values), "{:.2f}") for values in ratios)))  # fmt: skip
-    header = ("network", "layers", "minibatch", "pass", "target", "count", "of peak (GFLOP/s)", "ours / PyTorch",
+    header = ("network", "layers", "minibatch", "pass", "algorithm", "target", "count", "of peak (GFLOP/s)", "ours / PyTorch",
               "ours / oneDNN")  # fmt: skip
     return rows and "Geometric means of the table above:\n\n" + table(header, rows)
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Run a command on ranks of emulated hosts, two or more, joined by a network of a given speed.
 
-Each host is a network namespace. A virtual cable (veth) leads from it to a switch, in one more namespace; a token
-bucket at either end gives it `--rate` each way. Ranks are dealt out in blocks; MPI must use TCP between the hosts, and
-takes each for a node. Nothing outside these namespaces is touched, and they are removed at the end, whatever happens.
+Each host is a network namespace of its own. A virtual cable (veth) leads from it to a switch, in one more namespace; a
+token bucket at either end gives it `--rate` each way. The first ranks run on the first host, and so on; MPI must use
+TCP between hosts, and takes each for a node. Nothing outside these namespaces is touched, and they are removed at the
+end, whatever happens.
 
     sudo python scripts/emulated_cluster.py python scripts/train_vgg.py --steps 10 --trace trace.json
-    sudo python scripts/emulated_cluster.py --ranks-per-host 2 python scripts/exchange_benchmark.py
+    sudo python scripts/emulated_cluster.py --hosts 3 --ranks-per-host 2 python scripts/exchange_benchmark.py
 
 Needs Linux, root, iproute2 (ip, tc) and the MPICH that comes from PyPI (pip install mpich). At the end the bytes that
 each host sent are printed, as the interfaces counted them.
@@ -101,8 +102,8 @@ def launch(names, command, ranks, timeout):
             **os.environ, "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE,
             "MPIR_CVAR_NUM_CLIQUES": str(len(names)), "MPIR_CVAR_CLIQUES_BY_BLOCK": "1",  # each host is a node
         }  # fmt: skip
-        count = str(ranks * len(names))
-        process = subprocess.Popen([mpirun, "-n", count, str(enter), *command], env=environment, start_new_session=True)
+        total = str(len(names) * ranks)
+        process = subprocess.Popen([mpirun, "-n", total, str(enter), *command], env=environment, start_new_session=True)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -129,8 +130,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("a command is needed")
-    if args.ranks_per_host < 1:
-        parser.error(f"--ranks-per-host: got {args.ranks_per_host}, wanted at least 1")
+    if args.hosts < 2 or args.ranks_per_host < 1:
+        parser.error(f"got --hosts {args.hosts} --ranks-per-host {args.ranks_per_host}, wanted at least 2 hosts with 1 rank")
     problem = missing()
     if problem:
         print(f"error: {problem}", file=sys.stderr)

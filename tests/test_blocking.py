@@ -1,6 +1,8 @@
 """The solver and its balance of bytes and flops: pure functions, against search by hand and against bounds that must hold."""
 
+import runpy
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ MACHINES = [
     Machine("small", "sse2", 1, 32 * 1024, 256 * 1024, 0, flops=1e10, memory_bandwidth=1e10),
     Machine("phone", "neon", 8, 32 * 1024, 128 * 1024, 0, flops=1e10, memory_bandwidth=1e10),
 ]
+REPORT = Path(__file__).resolve().parent.parent / "scripts" / "blocking_report.py"
 NETWORKS = {"vgg_a": models.vgg_a(), "overfeat_fast": models.overfeat_fast(), "cd_dnn": models.cd_dnn()}
 
 
@@ -122,3 +125,16 @@ def test_the_table_of_a_plan():
     assert next(line for line in lines if "classifier.0" in line and "weight_grad" in line)
     with pytest.raises(ValueError, match="rates"):
         network.plan(32).blocking_table()
+
+
+def test_the_report(monkeypatch, capsys):
+    monkeypatch.setattr(Machine, "measured", lambda self: MACHINES[0])
+    monkeypatch.setattr("sys.argv", [str(REPORT), "--networks", "cd_dnn", "--minibatch", "8", "--search"])
+    runpy.run_path(str(REPORT), run_name="__main__")
+    chosen, searched = capsys.readouterr().out.split("search over all blocks")
+    assert chosen.startswith("cd_dnn\nblocking for 8 images") and chosen.count("weight_grad") == 8
+    assert len(searched.strip().splitlines()) == 2 + 8
+    monkeypatch.setattr("sys.argv", [str(REPORT), "--networks", "alexnet"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(REPORT), run_name="__main__")
+    assert "got 'alexnet', wanted some of vgg_a" in capsys.readouterr().err

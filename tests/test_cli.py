@@ -1,10 +1,12 @@
 """``python -m pcldnn``: info and plan."""
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from pcldnn import _kernels, cli
+from pcldnn.machine import Machine
 
 
 def test_info_names_what_a_bug_report_needs(capsys):
@@ -36,6 +38,14 @@ def test_plan_of_the_issue(capsys):
 def test_plans(capsys, arguments, text):
     assert cli.main(["plan", *arguments]) == 0
     assert text in capsys.readouterr().out
+
+
+def test_plan_with_blocking(capsys, monkeypatch):
+    monkeypatch.setattr(Machine, "measured", lambda self: replace(self, cores=4, flops=1e11, memory_bandwidth=2e10))
+    assert cli.main(["plan", "cd_dnn", "--blocking", "--threads", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "memory of a rank" in out and "3 threads, " in out.split("memory of a rank")[1]
+    assert "20.0 GB/s over 4 x 100.0 Gflop/s = 0.0500 bytes/flop" in out and "bound by" in out
 
 
 @pytest.mark.parametrize("arguments, text", [

@@ -1,4 +1,4 @@
-"""Two emulated hosts: where that is possible, an exchange goes over the wire, and nothing is left behind."""
+"""Emulated hosts: where that is possible, an exchange goes over the wire, and nothing is left behind."""
 
 import importlib.util
 import os
@@ -62,21 +62,26 @@ def test_an_exchange_goes_over_the_wire(hosts, program, works):
         assert all(number > 0.003 for number in sent)  # 1000 floats, half of them each way, twice, and headers
 
 
-@pytest.mark.parametrize(("shared", "times"), [("1", 1), ("0", 2)])
-def test_each_byte_crosses_the_wire_once_a_host(hosts, shared, times):
-    """Two ranks a host: in two levels half of an array leaves each host, twice; by messages between all ranks all of it."""
+@pytest.mark.parametrize(("count", "shared", "times"), [(2, "1", 1), (2, "0", 2), (3, "1", 1)])
+def test_each_byte_crosses_the_wire_once_a_host(hosts, count, shared, times):
+    """Two ranks a host: of an array what others own leaves a host once, and what it owns once for each other host.
+
+    By messages between all ranks, each as often as a host has ranks.
+    """
     code = """
 import numpy as np
 from pcldnn import communicator
 with communicator.create() as comm, comm.abort_on_error():
-    assert (comm.node, comm.nodes) == (comm.rank // 2, 2)
-    buffer = comm.allocate(4 << 20)
+    assert (comm.node, comm.nodes) == (comm.rank // 2, comm.size // 2)
+    shares = [(3 << 20) // comm.size] * comm.size
+    buffer = comm.allocate(sum(shares))
     buffer[:] = comm.rank
-    comm.reduce_scatter(buffer, [1 << 20] * 4)
-    comm.allgather(buffer, [1 << 20] * 4)
-    assert (buffer == 6).all()
+    comm.reduce_scatter(buffer, shares)
+    comm.allgather(buffer, shares)
+    assert (buffer == sum(range(comm.size))).all()
 """
-    code, sent, output = hosts(["--ranks-per-host", "2"], "-c", code, PCLDNN_SHM=shared)
+    code, sent, output = hosts(["--hosts", str(count), "--ranks-per-host", "2"], "-c", code, PCLDNN_SHM=shared)
     assert code == 0, output
-    megabytes = (16 << 20) / 1e6
+    assert len(sent) == count
+    megabytes = 2 * (12 << 20) * (count - 1) / count / 1e6
     assert all(megabytes * times < number < 1.1 * megabytes * times for number in sent), output

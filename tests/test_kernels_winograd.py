@@ -31,9 +31,21 @@ SHAPES = {
     "padding beyond the filter": (1, 8, 4, 3, 8, (3, 4)),
     "tall": (1, 7, 67, 2, 9, (1, 1)),
     "no images": (0, 8, 6, 6, 8, (1, 1)),
+    "5x5, overfeat_fast conv2": (1, 96, 16, 28, 256, (0, 0)),
+    "5x5, one tile": (2, 8, 4, 4, 8, (2, 2)),
+    "5x5, 13x13": (2, 33, 13, 13, 17, (2, 2)),
+    "5x5, rests": (3, 9, 6, 7, 5, (2, 2)),
+    "5x5, one output": (2, 3, 5, 5, 9, (0, 0)),
+    "5x5, mixed padding": (1, 20, 10, 7, 24, (0, 4)),
+    "5x5, 1x2": (2, 5, 1, 2, 3, (2, 2)),
 }
 DATA = ("normal", "positive", "mean")
 BLOCKINGS = [None, (1, 1, 1, False), (5, 2, 2, False), (7, 1, 1, True), (64, 3, 2, True)]
+
+
+def size(name):
+    """Of the filters."""
+    return 5 if name.startswith("5x5,") else 3
 
 
 def block(x, b):
@@ -45,21 +57,22 @@ def block(x, b):
 
 
 def block_filter(weight, b):
-    """(K, C, 3, 3) -> (KB, CB, 3, 3, b, b)."""
-    k, c = weight.shape[:2]
-    padded = np.zeros((-(-k // b) * b, -(-c // b) * b, 3, 3), weight.dtype)
+    """(K, C, R, S) -> (KB, CB, R, S, b, b)."""
+    k, c, r, s = weight.shape
+    padded = np.zeros((-(-k // b) * b, -(-c // b) * b, r, s), weight.dtype)
     padded[:k, :c] = weight
-    return np.ascontiguousarray(padded.reshape(-1, b, padded.shape[1] // b, b, 3, 3).transpose(0, 2, 4, 5, 3, 1))
+    return np.ascontiguousarray(padded.reshape(-1, b, padded.shape[1] // b, b, r, s).transpose(0, 2, 4, 5, 3, 1))
 
 
 def arrays(name, data="positive"):
     """x, weight, bias, dy in logical order, float32."""
     n, c, h, w, k, padding = SHAPES[name]
+    r = size(name)
     random = np.random.default_rng(len(name))
     x = random.standard_normal((n, c, h, w))
     x = {"normal": x, "positive": np.maximum(x, 0), "mean": np.maximum(x + 5, 0)}[data]
-    weight = random.standard_normal((k, c, 3, 3)) * np.sqrt(2 / (9 * c))
-    dy = random.standard_normal((n, k, h + 2 * padding[0] - 2, w + 2 * padding[1] - 2))
+    weight = random.standard_normal((k, c, r, r)) * np.sqrt(2 / (r * r * c))
+    dy = random.standard_normal((n, k, h + 2 * padding[0] - r + 1, w + 2 * padding[1] - r + 1))
     if data == "mean":
         dy += 3
     return [array.astype(np.float32) for array in (x, weight, random.standard_normal(k), dy)]
@@ -77,9 +90,10 @@ def winograd(kernels, values, padding, b, blocking=None, threads=1, relu=True):
     transposed = np.full((POINTS, in_blocks, out_blocks * b, b), np.nan, x.dtype)
     kernels.winograd_transform_filter(weight, u, num_threads=threads)
     kernels.winograd_transform_filter(weight, transposed, input_grad=True, num_threads=threads)
-    options = {"blocking": blocking, "num_threads": threads}
+    options = {"blocking": blocking, "num_threads": threads, "kernel": weight.shape[2]}
     kernels.winograd_forward(x, u, blocked_bias, outputs[0], padding, relu, **options)
     kernels.winograd_input_grad(dy, transposed, outputs[1], padding, **options)
+    del options["kernel"]
     kernels.winograd_weight_grad(x, dy, outputs[2], padding, **options)
     return outputs
 
@@ -92,7 +106,7 @@ def direct(values, padding, b):
     blocked_bias[: len(bias)] = bias
     y, dx, dweight = np.empty_like(dy), np.empty_like(x), np.empty_like(weight)
     reference.conv2d_forward(x, weight, blocked_bias, y, (1, 1), padding, relu=True)
-    weight_t = np.empty((weight.shape[1], weight.shape[0], 3, 3, b, b))
+    weight_t = np.empty((weight.shape[1], weight.shape[0], *weight.shape[2:]))
     reference.conv2d_transpose_filter(weight, weight_t)
     reference.conv2d_input_grad(dy, weight_t, dx, (1, 1), padding)
     reference.conv2d_weight_grad(x, dy, dweight, (1, 1), padding)
@@ -115,14 +129,16 @@ def test_the_three_passes(target, name, data):
         assert error(value, wanted) < BOUND, pass_name
 
 
-@pytest.mark.parametrize("name", ["7x7", "13x13", "no padding", "mixed padding", "one pixel", "no images"])
+@pytest.mark.parametrize("name", ["7x7", "13x13", "no padding", "mixed padding", "one pixel", "no images", "5x5, rests"])
 @pytest.mark.parametrize("blocking", BLOCKINGS[1:], ids=str)
-def test_blocking_changes_nothing_but_the_order_of_weight_gradients(target, name, blocking):
+def test_blocking_changes_nothing_but_the_order_of_sums(target, name, blocking):
+    """And of outputs and input gradients only the blocks of summed channels do."""
     values, padding, b = arrays(name), SHAPES[name][5], target.SIMD_WIDTH
-    plain = winograd(target, values, padding, b)
+    plain = winograd(target, values, padding, b, (10**6, 10**6, blocking[2], False))
     got = winograd(target, values, padding, b, blocking)
     assert all(np.array_equal(one, other) for one, other in zip(plain[:2], got[:2], strict=True))
-    assert error(got[2], plain[2].astype(np.float64)) < 1e-5
+    for one, other in zip(got, winograd(target, values, padding, b), strict=True):
+        assert error(one, other.astype(np.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("blocking", BLOCKINGS, ids=str)
@@ -196,6 +212,10 @@ def test_wrong_shapes_are_refused(target):
         target.winograd_transform_filter(weight, u[1:])
     with pytest.raises(ValueError, match=r"y has shape"):
         target.winograd_forward(x, u, None, dy, (0, 0))
+    with pytest.raises(ValueError, match=r"y has shape"):
+        target.winograd_forward(x, u, None, dy, (1, 1), kernel=5)
+    with pytest.raises(ValueError, match=r"filters 4x4, wanted 3x3 or 5x5"):
+        target.winograd_forward(x, u, None, dy, (1, 1), kernel=4)
     with pytest.raises(ValueError, match=r"u has shape"):
         target.winograd_forward(x, transposed, None, dy, (1, 1))
     with pytest.raises(ValueError, match=r"bias has shape"):

@@ -146,15 +146,34 @@ def test_exact_mode_overlaps_where_partial_sums_stay(ranks, pieces, awaited):
     layers = [Linear(50, 3000), Sigmoid(), Linear(3000, 2000), Sigmoid(), Linear(2000, 10)]
     grids = {"fc": Partition(ranks)}
     exact = plan(layers, (50,), 64, ranks, partitions=grids, exact=pieces)
-    made = schedule.schedule(exact, 1e6)
-    check(exact, made)
-    if awaited:
-        assert made.awaited == set(made.backward) and not bundles(made)[1]
-        for name, stage in made.backward.items():
-            assert {part.layer for bundle in stage.gradients for part in bundle} == {name}
-    else:
-        assert made == schedule.schedule(plan(layers, (50,), 64, ranks, partitions=grids), 1e6)
-        assert bundles(made)[1]
+    for early in (False, True):
+        made = schedule.schedule(exact, 1e6, None, early)
+        check(exact, made)
+        if awaited:
+            assert made.awaited == set(made.backward) and not bundles(made)[1]
+            assert all({part.layer for bundle in stage.gradients for part in bundle} == {name}
+                       for name, stage in made.backward.items())  # fmt: skip
+        else:
+            assert made == schedule.schedule(plan(layers, (50,), 64, ranks, partitions=grids), 1e6, None, early)
+            assert bundles(made)[1]
+
+
+@pytest.mark.parametrize("exact", [False, 8])
+def test_the_pace_decides_what_is_held_back(exact):
+    """Also where some layers are awaited (in exact mode the last one, of 5 and of 3 pieces) and others are not."""
+    layers = [Linear(50, 3000), Sigmoid(), Linear(3000, 2000), Sigmoid(), Linear(2000, 1000)]
+    grids = {"fc1": Partition(6), "fc2": Partition(3, 2), "fc3": Partition(2, 3)}
+    planned = plan(layers, (50,), 64, 6, partitions=grids, exact=exact)
+    first = schedule.schedule(planned)
+    assert first.awaited == ({"4"} if exact else set())
+    hidden = first.backward.keys() - first.awaited
+    counts = []
+    for seconds in (1e-3, 3.0, 1e3):
+        for early in (True, False):
+            made = schedule.schedule(planned, 1e6, dict.fromkeys(hidden, seconds), early)
+            check(planned, made)
+        counts.append(len(bundles(made)[1]))
+    assert counts[0] > counts[1] > counts[2] == 0
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ def two_ranks(events):
 def test_hidden_of_what_could_be_hidden():
     """Of 6 s in a window of 10 s, 2 s exposed; of 5 s in one of 3 s within it, all hidden that can be, waits left out."""
     waits = [Event(COMPUTE, WAIT, ("layer 1",), 7.0, 9.0)]
+    waits += [Event(COMMUNICATION, "add_input_grads", ("layer 1",), 7.0, 9.0, (8,), 0, 2)]  # activations have no window
     found = traffic.overlapped(two_ranks([*nested_steps([(3.0, 6.0, 5.0), (1.0, 11.0, 8.0)]), *waits]))
     # Layer 0: all of its 3 s. Layer 1: 10 s, of which 2 s are waits: 8 s hold 3 s and 5 s more of the 8 s.
     assert found == pytest.approx((13.0, 13.0 - 3.0, 8.0))

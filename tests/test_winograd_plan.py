@@ -29,7 +29,7 @@ def test_the_large_networks_use_winograd_where_they_can(machine):
     vgg = models.vgg_a().plan(32, machine=machine)
     assert algorithms(vgg) == ["direct"] * 2 + ["winograd"] * 21
     overfeat = models.overfeat_fast().plan(32, machine=machine)
-    assert algorithms(overfeat) == ["direct"] * 5 + ["winograd"] * 9
+    assert algorithms(overfeat) == ["direct"] * 2 + ["winograd"] * 12
     assert str(vgg).count("winograd") == 7 and "algorithm" in str(vgg)
 
 
@@ -80,6 +80,9 @@ def test_the_solver_knows_the_kernels_tiles():
     for size, points in sizes.items():
         shape = solver.ConvShape(1, 8, size, size, 8, 3, 3, (1, 1), (1, 1))
         assert solver.winograd_tiles(shape)[1] == points**2
+    for size, points in {1: 6, 2: 6, 3: 8, 4: 8, 5: 14, 6: 14, 7: 16, 24: 48, 28: 56}.items():
+        shape = solver.ConvShape(1, 8, size, size, 8, 5, 5, (1, 1), (2, 2))
+        assert solver.winograd_tiles(shape)[1] == points**2
 
 
 def test_weight_gradients_do_not_depend_on_threads():
@@ -116,8 +119,9 @@ def test_a_step_is_bit_identical_for_any_number_of_threads(target):
         assert all(np.array_equal(gradients[name], others[name]) for name in gradients)
 
 
-def test_a_lone_layer_obeys_the_environment(monkeypatch, target):
-    layer = Conv2d(20, 16, 3, padding=1)
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_lone_layer_obeys_the_environment(monkeypatch, target, size):
+    layer = Conv2d(20, 16, size, padding=1)
     x = np.random.default_rng(0).standard_normal((3, 20, 9, 7), np.float32)
     results = {}
     for algorithm in ("direct", "winograd"):

@@ -15,7 +15,8 @@ CONV_BLOCKING = ("c_blocks", "across_images?", "rows")  # fields of the tuples o
 WEIGHT_GRAD_BLOCKING = ("band", "c_blocks", "copies", "across_images?")
 WINOGRAD_BLOCKING = ("tiles", "k_blocks", "c_blocks", "private?")
 LINEAR_BLOCKING = ("depth", "tiles", "pairs")
-WINOGRAD_POINTS = 64  # of a tile of 6x6 outputs: the first extent of transformed filters
+WINOGRAD_POINTS = 64  # of a whole tile: the first extent of transformed filters
+WINOGRAD_KERNELS = (3, 5)
 
 
 def shape(name, got, wanted):
@@ -232,34 +233,37 @@ def blocked(plain, blocks, num_threads, names):
     threads(num_threads)
 
 
+def _winograd_filter(name, r, s):
+    if r != s or r not in WINOGRAD_KERNELS:
+        raise ValueError(f"{name} has filters {r}x{s}, wanted 3x3 or 5x5")
+
+
 def _winograd(names, x, weight, y, padding, num_threads):
-    if weight[2:4] != (3, 3):
-        raise ValueError(f"{names[1]} has filters {weight[2]}x{weight[3]}, wanted 3x3")
+    _winograd_filter(names[1], *weight[2:4])
     _conv2d(names, x, weight, y, (1, 1), padding)
     threads(num_threads)
 
 
 def winograd_transform_filter(weight, u, input_grad, num_threads):
     kb, cb, r, s, bc, b = weight
-    if (r, s) != (3, 3):
-        raise ValueError(f"weight has filters {r}x{s}, wanted 3x3")
+    _winograd_filter("weight", r, s)
     if bc != b:
         raise ValueError(f"weight has blocks of {bc} input channels, wanted {b}: they must be padded")
     shape("u", u, (WINOGRAD_POINTS, cb, kb * b, b) if input_grad else (WINOGRAD_POINTS, kb, cb * b, b))
     threads(num_threads)
 
 
-def winograd_forward(x, u, bias, y, padding, num_threads):
+def winograd_forward(x, u, bias, y, padding, num_threads, kernel):
     cb, b = x[1], x[4]
-    _winograd(("x", "weight", "y"), x, (y[1], cb, 3, 3, b, b), y, padding, num_threads)
+    _winograd(("x", "weight", "y"), x, (y[1], cb, kernel, kernel, b, b), y, padding, num_threads)
     shape("u", u, (WINOGRAD_POINTS, y[1], cb * b, b))
     if bias is not None:
         shape("bias", bias, (y[1] * b,))
 
 
-def winograd_input_grad(dy, u, dx, padding, num_threads):
+def winograd_input_grad(dy, u, dx, padding, num_threads, kernel):
     kb, b = dy[1], dy[4]
-    _winograd(("dx", "weight", "dy"), dx, (kb, dx[1], 3, 3, b, b), dy, padding, num_threads)
+    _winograd(("dx", "weight", "dy"), dx, (kb, dx[1], kernel, kernel, b, b), dy, padding, num_threads)
     shape("u", u, (WINOGRAD_POINTS, dx[1], kb * b, b))
 
 

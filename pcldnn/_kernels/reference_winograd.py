@@ -1,7 +1,7 @@
 """NumPy twins of the Winograd kernels: the same transforms by matrices, without tiles of two sizes or batches.
 
-Every size is cut in tiles of 6 outputs, whatever is left over is computed and dropped. The oracle of the tests is not
-this but direct convolution in float64 (`reference.conv2d_forward` and its kin).
+Every size is cut in tiles of 6 outputs (4 for 5x5 filters), whatever is left over is computed and dropped. The oracle of
+the tests is not this but direct convolution in float64 (`reference.conv2d_forward` and its kin).
 """
 
 import numpy as np
@@ -11,20 +11,20 @@ from pcldnn._kernels import checks
 _POINTS = np.array([0, 9 / 16, -9 / 16, 1, -1, 13 / 8, -13 / 8])  # and infinity
 
 
-def _matrices():
-    """B' (8x8), G (8x3) and A (8x6): derived from Lavin & Gray 2016."""
-    inputs, filters, outputs = np.zeros((8, 8)), np.zeros((8, 3)), np.zeros((8, 6))
+def _matrices(taps):
+    """B' (8x8), G (8 x taps) and A (8 x (9 - taps)): derived from Lavin & Gray 2016."""
+    inputs, filters, outputs = np.zeros((8, 8)), np.zeros((8, taps)), np.zeros((8, 9 - taps))
     for i, point in enumerate(_POINTS):
         others = np.delete(_POINTS, i)
         inputs[i, :7] = np.poly(others)[::-1]
-        filters[i] = point ** np.arange(3) / np.prod(point - others)
-        outputs[i] = point ** np.arange(6)
+        filters[i] = point ** np.arange(taps) / np.prod(point - others)
+        outputs[i] = point ** np.arange(9 - taps)
     inputs[7] = np.poly(_POINTS)[::-1]
-    filters[7, 2] = outputs[7, 5] = 1
+    filters[7, -1] = outputs[7, -1] = 1
     return inputs, filters, outputs
 
 
-_B, _G, _A = _matrices()
+_MATRICES = {taps: _matrices(taps) for taps in checks.WINOGRAD_KERNELS}
 
 
 def _both(matrix, tiles):
@@ -37,7 +37,7 @@ def _tiles(image, size, step, count, first):
     """The tiles (C, rows, cols, size, size) of an image (CB, H, W, b), `step` apart from `first` on; zeros outside."""
     (ph, pw), (rows, cols) = first, count
     cb, h, w, b = image.shape
-    framed = np.zeros((cb * b, 6 * rows + 2, 6 * cols + 2), image.dtype)
+    framed = np.zeros((cb * b, step * (rows - 1) + size, step * (cols - 1) + size), image.dtype)
     plain = image.transpose(0, 3, 1, 2).reshape(cb * b, h, w)
     plain = plain[:, max(-ph, 0):, max(-pw, 0):]
     ph, pw = max(ph, 0), max(pw, 0)
@@ -63,51 +63,53 @@ def winograd_transform_filter(weight, u, input_grad=False, num_threads=1):
     checks.winograd_transform_filter(weight.shape, u.shape, input_grad, num_threads)
     if input_grad:
         weight = weight[:, :, ::-1, ::-1].transpose(1, 0, 2, 3, 5, 4)
-    at_points = _both(_G, weight.transpose(0, 1, 4, 5, 2, 3))
+    at_points = _both(_MATRICES[weight.shape[2]][1], weight.transpose(0, 1, 4, 5, 2, 3))
     u[...] = at_points.transpose(4, 5, 0, 1, 2, 3).reshape(u.shape)
 
 
-def _convolve(x, u, bias, y, padding, relu):
+def _convolve(x, u, bias, y, padding, relu, taps):
     n, kb, p, q, b = y.shape
-    count = -(-p // 6), -(-q // 6)
+    step, (to_points, _, from_points) = 9 - taps, _MATRICES[taps]
+    count = -(-p // step), -(-q // step)
     matrices = u.transpose(0, 1, 3, 2).reshape(64, kb * b, u.shape[2])
     for i in range(n):
-        v = _points(_both(_B, _tiles(x[i], 8, 6, count, padding)))
+        v = _points(_both(to_points, _tiles(x[i], 8, step, count, padding)))
         m = (matrices @ v).reshape(8, 8, kb * b, *count).transpose(2, 3, 4, 0, 1)
-        out = _both(_A.T, m).transpose(0, 1, 3, 2, 4).reshape(kb, b, 6 * count[0], 6 * count[1])[:, :, :p, :q]
-        y[i] = out.transpose(0, 2, 3, 1)
+        out = _both(from_points.T, m).transpose(0, 1, 3, 2, 4).reshape(kb, b, step * count[0], step * count[1])
+        y[i] = out[:, :, :p, :q].transpose(0, 2, 3, 1)
         if bias is not None:
             y[i] += bias.reshape(kb, 1, 1, b)
         if relu:
             np.maximum(y[i], 0, out=y[i])
 
 
-def winograd_forward(x, u, bias, y, padding, relu=False, scratch=None, blocking=None, num_threads=1):
-    """y = relu?(conv2d(x, weight) + bias) for 3x3 filters and stride 1."""
+def winograd_forward(x, u, bias, y, padding, relu=False, scratch=None, blocking=None, num_threads=1, kernel=3):
+    """y = relu?(conv2d(x, weight) + bias) for filters of kernel x kernel, 3 or 5, and stride 1."""
     bias_shape = None if bias is None else bias.shape
-    checks.winograd_forward(x.shape, u.shape, bias_shape, y.shape, padding, num_threads)
+    checks.winograd_forward(x.shape, u.shape, bias_shape, y.shape, padding, num_threads, kernel)
     checks.blocking(blocking, None, checks.WINOGRAD_BLOCKING)
-    _convolve(x, u, bias, y, padding, relu)
+    _convolve(x, u, bias, y, padding, relu, kernel)
 
 
-def winograd_input_grad(dy, u, dx, padding, scratch=None, blocking=None, num_threads=1):
-    """The adjoint of winograd_forward in x: convolution of dy with padding 2 - padding."""
-    checks.winograd_input_grad(dy.shape, u.shape, dx.shape, padding, num_threads)
+def winograd_input_grad(dy, u, dx, padding, scratch=None, blocking=None, num_threads=1, kernel=3):
+    """The adjoint of winograd_forward in x: convolution of dy with padding kernel - 1 - padding."""
+    checks.winograd_input_grad(dy.shape, u.shape, dx.shape, padding, num_threads, kernel)
     checks.blocking(blocking, None, checks.WINOGRAD_BLOCKING)
-    _convolve(dy, u, None, dx, (2 - padding[0], 2 - padding[1]), False)
+    _convolve(dy, u, None, dx, (kernel - 1 - padding[0], kernel - 1 - padding[1]), False, kernel)
 
 
 def winograd_weight_grad(x, dy, dweight, padding, scratch=None, blocking=None, num_threads=1):
     """The adjoint in weight: products summed over all tiles in the transformed domain, then G' . G."""
     checks.winograd_weight_grad(x.shape, dy.shape, dweight.shape, padding, num_threads)
     checks.blocking(blocking, None, checks.WINOGRAD_BLOCKING)
-    kb, cb, _, _, _, b = dweight.shape
+    kb, cb, taps, _, _, b = dweight.shape
     n, _, p, q, _ = dy.shape
-    count = -(-p // 6), -(-q // 6)
+    step, (to_points, filters, outputs) = 9 - taps, _MATRICES[taps]
+    count = -(-p // step), -(-q // step)
     total = np.zeros((64, cb * b, kb * b), dweight.dtype)
     for i in range(n):
-        v = _points(_both(_B, _tiles(x[i], 8, 6, count, padding)))
-        d = _points(_both(_A, _tiles(dy[i], 6, 6, count, (0, 0))))
+        v = _points(_both(to_points, _tiles(x[i], 8, step, count, padding)))
+        d = _points(_both(outputs, _tiles(dy[i], step, step, count, (0, 0))))
         total += v @ d.transpose(0, 2, 1)
-    taps = _both(_G.T, total.reshape(8, 8, cb, b, kb, b).transpose(4, 2, 3, 5, 0, 1))
+    taps = _both(filters.T, total.reshape(8, 8, cb, b, kb, b).transpose(4, 2, 3, 5, 0, 1))
     dweight[...] = taps.transpose(0, 1, 4, 5, 2, 3)

@@ -73,6 +73,14 @@ PCL_INLINE void tile_load(vec *a0, vec *a1, int width, const float *y, long yp, 
     }
 }
 
+/* Add to the sums those that an earlier block has left in y. */
+PCL_INLINE void tile_add(vec *a0, vec *a1, int width, const float *y, long yp, long yv, int two) {
+    PCL_PIXELS if (p < width) {
+        a0[p] += vec_load(y + p * yp);
+        if (two) a1[p] += vec_load(y + yv + p * yp);
+    }
+}
+
 /* Start every pixel from the bias of its channels, or from zero when there is none. */
 PCL_INLINE void tile_fill(vec *a0, vec *a1, const float *bias, int two) {
     vec b0 = bias ? vec_load(bias) : vec_zero(), b1 = bias && two ? vec_load(bias + PCL_WIDTH) : vec_zero();

@@ -1,4 +1,4 @@
-# Winograd convolution, 3x3 filters with stride 1: forward and input gradient. Transforms: winograd_transforms.pxi.
+# Winograd convolution, 3x3 and 5x5 filters: forward and input gradient. Transforms: winograd_transforms.pxi.
 #
 # a. Arrays in the transformed domain are (point, tile, channel): point (i, j) is number 8 i + j. Rows of channels are
 #    the vectors of the transforms, the reduction of forward and input gradient, and both operands of the weight
@@ -8,9 +8,15 @@
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
 # c. Either all threads share a batch, or each has its own (`private`): then V and M may stay in its L2.
+# d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products
+#    of `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
+
+cdef extern from "simd.h" nogil:
+    void tile_add(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
 
 cdef enum:
     CHUNK_TILES = 8          # tiles of a job of the transforms
+    SUM_CHANNELS = 128       # input channels added up from zero, where `blocking` does not say
 
 
 cdef struct Winograd:
@@ -25,6 +31,7 @@ cdef struct Winograd:
     Py_ssize_t images, in_blocks, out_blocks, H, W, P, Q, pad_h, pad_w
     Py_ssize_t rows, cols                     # full tiles of an image
     int row_rest, col_rest                    # size of the one tile behind them: 0 (there is none), 2 or 4
+    int taps                                  # 3 or 5
     Py_ssize_t v_tile, v_point, m_tile, m_point
     Py_ssize_t tiles, k_blocks, c_blocks      # of a batch; of a group of output channels; of a visit of the products
     Py_ssize_t batches
@@ -39,10 +46,11 @@ cdef struct Batch:
 # --- batches of tiles -----------------------------------------------------------------------------------------------
 
 
-cdef void split(Py_ssize_t size, Py_ssize_t* full, int* rest) noexcept nogil:
-    """Cut `size` outputs: decision b of winograd_transforms.pxi."""
-    full[0] = (size + 1) // 6
-    rest[0] = <int>((size - 6 * full[0] + 1) // 2 * 2) if size > 6 * full[0] else 0
+cdef void split(Py_ssize_t outputs, int taps, Py_ssize_t* full, int* rest) noexcept nogil:
+    """Cut a dimension of `outputs`: decisions b and c of winograd_transforms.pxi."""
+    cdef int step = 9 - taps
+    full[0] = (outputs + 1) // step
+    rest[0] = <int>((outputs - step * full[0] + 1) // 2 * 2 + taps - 3) if outputs > step * full[0] else 0
 
 
 cdef void start_batch(Winograd* g, Py_ssize_t i, Batch* batch) noexcept nogil:
@@ -68,7 +76,7 @@ cdef void point_range(Winograd* g, Batch* batch, int point, Py_ssize_t* lo, Py_s
 
 cdef struct Tile:
     Py_ssize_t image, row, col                # and first output
-    int mr, mc                                # outputs
+    int mr, mc                                # sizes
 
 
 cdef Tile locate(Winograd* g, Batch* batch, Py_ssize_t position) noexcept nogil:
@@ -76,10 +84,10 @@ cdef Tile locate(Winograd* g, Batch* batch, Py_ssize_t position) noexcept nogil:
     cdef int kind = (position >= batch.start[1]) + (position >= batch.start[2]) + (position >= batch.start[3])
     cdef Py_ssize_t number = batch.first[kind] + position - batch.start[kind]
     cdef bint full_row = kind < 2, full_col = kind == 1 or kind == 2
-    cdef Py_ssize_t rows = g.rows if full_row else 1, cols = g.cols if full_col else 1
+    cdef Py_ssize_t rows = g.rows if full_row else 1, cols = g.cols if full_col else 1, step = 9 - g.taps
     return Tile(image=number // (rows * cols),
-                row=6 * (number // cols % rows) if full_row else 6 * g.rows,
-                col=6 * (number % cols) if full_col else 6 * g.cols,
+                row=step * (number // cols % rows if full_row else g.rows),
+                col=step * (number % cols if full_col else g.cols),
                 mr=6 if full_row else g.row_rest, mc=6 if full_col else g.col_rest)
 
 
@@ -103,7 +111,7 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
     for t in range(t0, t1):
         tile = locate(g, batch, t)
         for k in range(k0, k1):
-            output_tile(tile.mr, tile.mc, g.m + t * g.m_tile + (k - group) * b, g.m_point,
+            output_tile(tile.mr, tile.mc, g.taps, g.m + t * g.m_tile + (k - group) * b, g.m_point,
                         zero() if g.bias == NULL else load(g.bias + k * b), g.relu,
                         g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q, tile.row, tile.col)
 
@@ -113,14 +121,13 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
 
 cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv, Reduction* over,
                           float* y, Py_ssize_t yp, Py_ssize_t yv, bint first, bint two) noexcept nogil:
-    """One register tile: y = (or +=, unless `first`) the sum of outer products."""
+    """One register tile: y = (or +=, unless `first`) the sum of outer products (decision d)."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
-    if first:
-        tile_fill(a0, a1, NULL, two)
-    else:
-        tile_load(a0, a1, width, y, yp, yv, two)
+    tile_fill(a0, a1, NULL, two)
     run(0, width, a0, a1, x, xp, w, wv, over, two, True)
+    if not first:
+        tile_add(a0, a1, width, y, yp, yv, two)
     tile_store(a0, a1, width, y, yp, yv, False, two)
 
 
@@ -277,15 +284,16 @@ cdef void winograd_pass(Winograd* g, bint private, float* scratch, int num_threa
             k += g.k_blocks
 
 
-cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking) except -1:
+cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking, int taps) except -1:
     """Extents of a pass from the shapes of its arrays; its blocking."""
     g.images, g.in_blocks, g.H, g.W, _ = x
     _, g.out_blocks, g.P, g.Q, _ = y
     g.pad_h, g.pad_w = padding
-    split(g.P, &g.rows, &g.row_rest)
-    split(g.Q, &g.cols, &g.col_rest)
+    g.taps = taps
+    split(g.P, taps, &g.rows, &g.row_rest)
+    split(g.Q, taps, &g.cols, &g.col_rest)
     tiles = g.images * (g.rows + (g.row_rest > 0)) * (g.cols + (g.col_rest > 0))
-    most, g.k_blocks, g.c_blocks, _ = checks.blocking(blocking, (tiles, g.out_blocks, g.in_blocks, False),
+    most, g.k_blocks, g.c_blocks, _ = checks.blocking(blocking, (tiles, g.out_blocks, SUM_CHANNELS // b, False),
                                                       checks.WINOGRAD_BLOCKING)
     g.batches = max(-(-tiles // max(most, 1)), 1)
     g.tiles = -(-tiles // g.batches) + 3      # each of the four kinds is rounded
@@ -294,13 +302,13 @@ cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking)
 
 
 cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] u, bias, float[:, :, :, :, ::1] y,
-                      tuple padding, bint relu, float[::1] scratch, blocking, int num_threads) except -1:
+                      tuple padding, bint relu, float[::1] scratch, blocking, int num_threads, int taps) except -1:
     cdef Winograd g
     cdef const float[::1] bias_view
     cdef bint private
     if x.shape[0] == 0 or y.shape[1] == 0 or y.shape[2] == 0 or y.shape[3] == 0:
         return 0
-    winograd_arrays(&g, dims(x), dims(y), padding, blocking)
+    winograd_arrays(&g, dims(x), dims(y), padding, blocking, taps)
     private = blocking is not None and blocking[3]
     g.bias = NULL
     if bias is not None:
@@ -321,8 +329,8 @@ def winograd_forward(const float[:, :, :, :, ::1] x,         # IN   (N, CB, H, W
                      float[:, :, :, :, ::1] y,               # OUT  (N, KB, P, Q, b)
                      tuple padding, bint relu=False,
                      float[::1] scratch=None,                # TMP  winograd_scratch_size(...)
-                     blocking=None, int num_threads=1):
-    """y = relu?(conv2d(x, weight) + bias) for 3x3 filters and stride 1.
+                     blocking=None, int num_threads=1, int kernel=3):
+    """y = relu?(conv2d(x, weight) + bias) for filters of kernel x kernel, 3 or 5, and stride 1.
 
     Parameters
     ----------
@@ -331,9 +339,10 @@ def winograd_forward(const float[:, :, :, :, ::1] x,         # IN   (N, CB, H, W
         Tiles of a batch, blocks of K whose products are held at a time, blocks of C per visit of the products,
         and whether each thread has batches of its own; `pcldnn.blocking.winograd_forward` solves for all four.
     """
-    checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads)
+    checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads,
+                            kernel)
     checks.width("x", x.shape[4], b)
-    winograd_run(x, u, bias, y, padding, relu, scratch, blocking, num_threads)
+    winograd_run(x, u, bias, y, padding, relu, scratch, blocking, num_threads, kernel)
 
 
 def winograd_input_grad(const float[:, :, :, :, ::1] dy,     # IN   (N, KB, P, Q, b)
@@ -341,8 +350,9 @@ def winograd_input_grad(const float[:, :, :, :, ::1] dy,     # IN   (N, KB, P, Q
                         float[:, :, :, :, ::1] dx,           # OUT  (N, CB, H, W, b)
                         tuple padding,
                         float[::1] scratch=None,             # TMP  winograd_scratch_size(...)
-                        blocking=None, int num_threads=1):
-    """dx: gradient of winograd_forward with respect to x: the convolution of dy with padding 2 - padding."""
-    checks.winograd_input_grad(dims(dy), dims(u), dims(dx), padding, num_threads)
+                        blocking=None, int num_threads=1, int kernel=3):
+    """dx: gradient of winograd_forward with respect to x: the convolution of dy with padding kernel - 1 - padding."""
+    checks.winograd_input_grad(dims(dy), dims(u), dims(dx), padding, num_threads, kernel)
     checks.width("dy", dy.shape[4], b)
-    winograd_run(dy, u, None, dx, (2 - padding[0], 2 - padding[1]), False, scratch, blocking, num_threads)
+    winograd_run(dy, u, None, dx, (kernel - 1 - padding[0], kernel - 1 - padding[1]), False, scratch, blocking,
+                 num_threads, kernel)

@@ -1,4 +1,4 @@
-# Winograd convolution, 3x3 filters with stride 1: the transforms, of vectors, tiles and filters.
+# Winograd convolution, 3x3 and 5x5 filters with stride 1: the transforms, of vectors, tiles and filters.
 #
 # a. A tile of 6x6 outputs is evaluated at 8x8 points: y = A' [(G w G') . (B' x B)] A with 64 products in the place of
 #    324 (Lavin & Gray 2016). The points are 0, +-P, +-Q, +-R and infinity, P = 9/16, Q = 1, R = 13/8: their powers are
@@ -8,6 +8,9 @@
 #    points: 0, +-P, +-R, infinity) or, for 5, of 6. The transforms are separable, so a tile may have unlike sizes.
 #    Each point has the scaling of the full tile: all tiles share the same transformed filters, and 14x14 outputs take
 #    20x20 products.
+# c. 5x5 filters have the same points and the same tiles of inputs, whose transform does not see the filter: a tile
+#    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is that of
+#    the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
 
 cdef extern from *:
     """
@@ -95,12 +98,22 @@ cdef inline void input_points(int size, const float* d, Py_ssize_t in_step, floa
         store(out + 7 * step, d3 - d1)
 
 
-cdef inline void gradient_points(int size, const float* y, Py_ssize_t in_step, float* out,
+cdef inline void gradient_points(int size, int taps, const float* y, Py_ssize_t in_step, float* out,
                                  Py_ssize_t step) noexcept nogil:
-    """A y: `size` output gradients at the points."""
+    """A y: the output gradients at the points."""
     cdef vec y0 = load(y), y1 = load(y + in_step), y2, y3, y4, y5
     store(out, y0)
-    if size == 6:
+    if taps == 5 and size == 6:
+        y2, y3 = load(y + 2 * in_step), load(y + 3 * in_step)
+        store_pair(y0 + P2 * y2, P1 * y1 + (P1 * P2) * y3, out + step, step)
+        store_pair(y0 + y2, y1 + y3, out + 3 * step, step)
+        store_pair(y0 + R2 * y2, R1 * y1 + (R1 * R2) * y3, out + 5 * step, step)
+        store(out + 7 * step, y3)
+    elif taps == 5:
+        store_pair(y0, P1 * y1, out + step, step)
+        store_pair(y0, R1 * y1, out + 5 * step, step)
+        store(out + 7 * step, y1)
+    elif size == 6:
         y2, y3 = load(y + 2 * in_step), load(y + 3 * in_step)
         y4, y5 = load(y + 4 * in_step), load(y + 5 * in_step)
         store_pair(y0 + P2 * y2 + (P2 * P2) * y4, P1 * y1 + (P1 * P2) * y3 + (P1 * P2 * P2) * y5, out + step, step)
@@ -117,18 +130,29 @@ cdef inline void gradient_points(int size, const float* y, Py_ssize_t in_step, f
         store(out + 7 * step, y1)
 
 
-cdef inline void filter_points(vec w0, vec w1, vec w2, float* out, Py_ssize_t step) noexcept nogil:
-    """G w: the 3 taps at the points."""
+cdef inline void filter_points(int taps, const float* w, Py_ssize_t in_step, float* out,
+                               Py_ssize_t step) noexcept nogil:
+    """G w: the taps at the points."""
+    cdef vec w0 = load(w), w1 = load(w + in_step), w2 = load(w + 2 * in_step), w3, w4
     store(out, S0 * w0)
+    if taps == 5:
+        w3, w4 = load(w + 3 * in_step), load(w + 4 * in_step)
+        store_pair(SP * w0 + (SP * P2) * w2 + (SP * P2 * P2) * w4, (SP * P1) * w1 + (SP * P1 * P2) * w3,
+                   out + step, step)
+        store_pair(SQ * w0 + SQ * w2 + SQ * w4, SQ * w1 + SQ * w3, out + 3 * step, step)
+        store_pair(SR * w0 + (SR * R2) * w2 + (SR * R2 * R2) * w4, (SR * R1) * w1 + (SR * R1 * R2) * w3,
+                   out + 5 * step, step)
+        store(out + 7 * step, w4)
+        return
     store_pair(SP * w0 + (SP * P2) * w2, (SP * P1) * w1, out + step, step)
     store_pair(SQ * w0 + SQ * w2, SQ * w1, out + 3 * step, step)
     store_pair(SR * w0 + (SR * R2) * w2, (SR * R1) * w1, out + 5 * step, step)
     store(out + 7 * step, w2)
 
 
-cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, float* out,
+cdef inline void output_values(int size, int taps, const float* m, Py_ssize_t in_step, float* out,
                                Py_ssize_t step) noexcept nogil:
-    """A' m: the `size` outputs."""
+    """A' m: the outputs."""
     cdef vec s, d, s2, d2, s3, d3
     if size == 6:
         s, d = load(m + in_step) + load(m + 2 * in_step), load(m + in_step) - load(m + 2 * in_step)
@@ -137,6 +161,9 @@ cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, flo
         store(out, load(m) + s + s2 + s3)
         store(out + step, P1 * d + d2 + R1 * d3)
         store(out + 2 * step, P2 * s + s2 + R2 * s3)
+        if taps == 5:
+            store(out + 3 * step, (P1 * P2) * d + d2 + (R1 * R2) * d3 + load(m + 7 * in_step))
+            return
         store(out + 3 * step, (P1 * P2) * d + d2 + (R1 * R2) * d3)
         store(out + 4 * step, (P2 * P2) * s + s2 + (R2 * R2) * s3)
         store(out + 5 * step, (P1 * P2 * P2) * d + d2 + (R1 * R2 * R2) * d3 + load(m + 7 * in_step))
@@ -144,6 +171,9 @@ cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, flo
         s, d = load(m + in_step) + load(m + 2 * in_step), load(m + in_step) - load(m + 2 * in_step)
         s3, d3 = load(m + 5 * in_step) + load(m + 6 * in_step), load(m + 5 * in_step) - load(m + 6 * in_step)
         store(out, load(m) + s + s3)
+        if taps == 5:
+            store(out + step, P1 * d + R1 * d3 + load(m + 7 * in_step))
+            return
         store(out + step, P1 * d + R1 * d3)
         store(out + 2 * step, P2 * s + R2 * s3)
         store(out + 3 * step, (P1 * P2) * d + (R1 * R2) * d3 + load(m + 7 * in_step))
@@ -152,15 +182,21 @@ cdef inline void output_values(int size, const float* m, Py_ssize_t in_step, flo
         store(out + step, load(m + 3 * in_step) - load(m + 4 * in_step) + load(m + 7 * in_step))
 
 
-cdef inline void filter_values(const float* m, Py_ssize_t in_step, float* out, Py_ssize_t step) noexcept nogil:
-    """G' m: the 3 taps."""
+cdef inline void filter_values(int taps, const float* m, Py_ssize_t in_step, float* out,
+                               Py_ssize_t step) noexcept nogil:
+    """G' m: the taps."""
     cdef vec s, d, s2, d2, s3, d3
     s, d = load(m + in_step) + load(m + 2 * in_step), load(m + in_step) - load(m + 2 * in_step)
     s2, d2 = load(m + 3 * in_step) + load(m + 4 * in_step), load(m + 3 * in_step) - load(m + 4 * in_step)
     s3, d3 = load(m + 5 * in_step) + load(m + 6 * in_step), load(m + 5 * in_step) - load(m + 6 * in_step)
     store(out, S0 * load(m) + SP * s + SQ * s2 + SR * s3)
     store(out + step, (SP * P1) * d + SQ * d2 + (SR * R1) * d3)
-    store(out + 2 * step, (SP * P2) * s + SQ * s2 + (SR * R2) * s3 + load(m + 7 * in_step))
+    if taps == 3:
+        store(out + 2 * step, (SP * P2) * s + SQ * s2 + (SR * R2) * s3 + load(m + 7 * in_step))
+        return
+    store(out + 2 * step, (SP * P2) * s + SQ * s2 + (SR * R2) * s3)
+    store(out + 3 * step, (SP * P1 * P2) * d + SQ * d2 + (SR * R1 * R2) * d3)
+    store(out + 4 * step, (SP * P2 * P2) * s + SQ * s2 + (SR * R2 * R2) * s3 + load(m + 7 * in_step))
 
 
 # --- one tile, b channels -------------------------------------------------------------------------------------------
@@ -188,64 +224,64 @@ cdef void input_tile(int mr, int mc, const float* x, Py_ssize_t H, Py_ssize_t W,
             input_points(mc, t + 8 * i * b, b, v + 8 * i * v_point, v_point)
 
 
-cdef void output_tile(int mr, int mc, const float* m, Py_ssize_t m_point, vec bias, bint relu, float* y,
+cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_point, vec bias, bint relu, float* y,
                       Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col) noexcept nogil:
-    """relu?(A' m A + bias) to the mr x mc outputs from (row, col) on, as far as they exist."""
+    """relu?(A' m A + bias) to the outputs of a tile from (row, col) on, as far as they exist."""
     cdef float t[48 * b]
     cdef float values[6 * b]
     cdef vec value
-    cdef int i, j, rows = <int>min(mr, P - row), cols = <int>min(mc, Q - col)
+    cdef int i, j, rows = <int>min(mr + 3 - taps, P - row), cols = <int>min(mc + 3 - taps, Q - col)
     y += (row * Q + col) * b
     for j in range(8):
         if has_point(mc, j):
-            output_values(mr, m + j * m_point, 8 * m_point, t + j * b, 8 * b)
+            output_values(mr, taps, m + j * m_point, 8 * m_point, t + j * b, 8 * b)
     for i in range(rows):
-        output_values(mc, t + 8 * i * b, b, values, b)
+        output_values(mc, taps, t + 8 * i * b, b, values, b)
         for j in range(cols):
             value = load(values + j * b) + bias
             store(y + (i * Q + j) * b, vrelu(value) if relu else value)
 
 
-cdef void gradient_tile(int mr, int mc, const float* dy, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col,
-                        float* d, Py_ssize_t d_point) noexcept nogil:
-    """d = A dy A' of the mr x mc output gradients from (row, col) on."""
+cdef void gradient_tile(int mr, int mc, int taps, const float* dy, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row,
+                        Py_ssize_t col, float* d, Py_ssize_t d_point) noexcept nogil:
+    """d = A dy A' of the output gradients of a tile from (row, col) on."""
     cdef float framed[48 * b]
     cdef float t[48 * b]
     cdef const float* y = dy + (row * Q + col) * b
     cdef Py_ssize_t in_row = Q * b
-    cdef int i, j
-    if row + mr > P or col + mc > Q:
-        for i in range(mr):
-            for j in range(mc):
+    cdef int i, j, rows = mr + 3 - taps, cols = mc + 3 - taps
+    if row + rows > P or col + cols > Q:
+        for i in range(rows):
+            for j in range(cols):
                 store(framed + (6 * i + j) * b,
                       load(y + i * in_row + j * b) if row + i < P and col + j < Q else zero())
         y = framed
         in_row = 6 * b
-    for j in range(mc):
-        gradient_points(mr, y + j * b, in_row, t + j * b, 6 * b)
+    for j in range(cols):
+        gradient_points(mr, taps, y + j * b, in_row, t + j * b, 6 * b)
     for i in range(8):
         if has_point(mr, i):
-            gradient_points(mc, t + 6 * i * b, b, d + 8 * i * d_point, d_point)
+            gradient_points(mc, taps, t + 6 * i * b, b, d + 8 * i * d_point, d_point)
 
 
 # --- all filters -----------------------------------------------------------------------------------------------------
 
 
-cdef void transform_filter(const float* w, float* u, Py_ssize_t u_point, bint input_grad, bint stream) noexcept nogil:
-    """U of one block of filters (3, 3, b, b); with `input_grad` rows and columns in reverse, channels transposed."""
+cdef void transform_filter(int taps, const float* w, float* u, Py_ssize_t u_point, bint input_grad,
+                           bint stream) noexcept nogil:
+    """U of one block of filters (taps, taps, b, b); with `input_grad` flipped, channels transposed."""
     cdef float buffer[POINTS * b * b]
-    cdef float t[24 * b]
+    cdef float t[40 * b]
     cdef float square[b * b]
     cdef const float* f
     cdef Py_ssize_t tap = -b * b if input_grad else b * b
     cdef int lane, point, i, j
     for lane in range(b):
-        f = w + lane * b + (8 * b * b if input_grad else 0)
-        for j in range(3):
-            filter_points(load(f + j * tap), load(f + (3 + j) * tap), load(f + (6 + j) * tap), t + j * b, 3 * b)
+        f = w + lane * b + ((taps * taps - 1) * b * b if input_grad else 0)
+        for j in range(taps):
+            filter_points(taps, f + j * tap, taps * tap, t + j * b, taps * b)
         for i in range(8):
-            filter_points(load(t + 3 * i * b), load(t + (3 * i + 1) * b), load(t + (3 * i + 2) * b),
-                          buffer + (8 * i * b + lane) * b, b * b)
+            filter_points(taps, t + taps * i * b, b, buffer + (8 * i * b + lane) * b, b * b)
     for point in range(POINTS):
         f = buffer + point * b * b
         if input_grad:
@@ -258,18 +294,19 @@ cdef void transform_filter(const float* w, float* u, Py_ssize_t u_point, bint in
                 store(u + point * u_point + i * b, load(f + i * b))
 
 
-cdef void transform_filters(const float* w, float* u, Py_ssize_t KB, Py_ssize_t CB, Py_ssize_t k, bint input_grad,
-                            bint stream) noexcept nogil:
+cdef void transform_filters(int taps, const float* w, float* u, Py_ssize_t KB, Py_ssize_t CB, Py_ssize_t k,
+                            bint input_grad, bint stream) noexcept nogil:
     """U of the filters of one block of output channels."""
     cdef Py_ssize_t c, block
     for c in range(CB):
         block = c * KB + k if input_grad else k * CB + c
-        transform_filter(w + (k * CB + c) * 9 * b * b, u + block * b * b, KB * CB * b * b, input_grad, stream)
+        transform_filter(taps, w + (k * CB + c) * taps * taps * b * b, u + block * b * b, KB * CB * b * b, input_grad,
+                         stream)
     if stream:
         store_fence()
 
 
-def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN   (KB, CB, 3, 3, b, b)
+def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN   (KB, CB, r, r, b, b), r = 3 or 5
                               float[:, :, :, ::1] u,                      # OUT  (64, KB, CB * b, b)
                               bint input_grad=False, int num_threads=1):
     """u = G w G' at the 64 points, for `winograd_forward`.
@@ -277,6 +314,7 @@ def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN  
     With `input_grad` the filters are transposed and flipped, for `winograd_input_grad`: u is (64, CB, KB * b, b).
     """
     cdef Py_ssize_t KB = weight.shape[0], CB = weight.shape[1], job, size = KB * CB * b * b
+    cdef int taps = <int>weight.shape[2]
     cdef bint stream
     cdef const float* w
     cdef float* out
@@ -288,4 +326,4 @@ def winograd_transform_filter(const float[:, :, :, :, :, ::1] weight,     # IN  
     out = &u[0, 0, 0, 0]
     stream = POINTS * size >= STREAM and (<size_t>out) % (b * sizeof(float)) == 0
     for job in prange(KB, nogil=True, num_threads=num_threads, schedule="static"):
-        transform_filters(w, out, KB, CB, job, input_grad, stream)
+        transform_filters(taps, w, out, KB, CB, job, input_grad, stream)

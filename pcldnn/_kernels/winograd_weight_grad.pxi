@@ -1,4 +1,4 @@
-# Winograd convolution, 3x3 filters with stride 1: weight gradient. Batches of tiles: winograd.pxi.
+# Winograd convolution, 3x3 and 5x5 filters: weight gradient. Batches of tiles: winograd.pxi.
 #
 # a. (B' x B)' (A dy A') summed over the tiles of all batches in the transformed domain, then G' . G.
 
@@ -14,7 +14,7 @@ cdef void transform_gradients(Winograd* g, Batch* batch, Py_ssize_t k0, Py_ssize
     for t in range(t0, t1):
         tile = locate(g, batch, t)
         for k in range(k0, k1):
-            gradient_tile(tile.mr, tile.mc, g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q,
+            gradient_tile(tile.mr, tile.mc, g.taps, g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q,
                           tile.row, tile.col, g.m + t * g.m_tile + k * b, g.m_point)
 
 
@@ -88,22 +88,22 @@ cdef void weight_grad_pass_winograd(Winograd* g, int num_threads) noexcept nogil
 cdef void restore_filters(Winograd* g, Py_ssize_t k, Py_ssize_t c) noexcept nogil:
     """dweight of one block: G' dU G. The block is gathered first: points often lie a power of two apart."""
     cdef float du[POINTS * b * b]
-    cdef float t[24 * b]
+    cdef float t[40 * b]
     cdef Py_ssize_t block = (k * g.in_blocks + c) * b * b, du_point = g.out_blocks * g.in_blocks * b * b
-    cdef float* dw = g.dw + 9 * block
-    cdef int lane, point, i, j
+    cdef float* dw = g.dw + g.taps * g.taps * block
+    cdef int lane, point, i, j, taps = g.taps
     for point in range(POINTS):
         memcpy(du + point * b * b, g.du + point * du_point + block, b * b * sizeof(float))
     for lane in range(b):
         for j in range(8):
-            filter_values(du + (j * b + lane) * b, 8 * b * b, t + j * b, 8 * b)
-        for i in range(3):
-            filter_values(t + 8 * i * b, b, dw + (3 * i * b + lane) * b, b * b)
+            filter_values(taps, du + (j * b + lane) * b, 8 * b * b, t + j * b, 8 * b)
+        for i in range(taps):
+            filter_values(taps, t + 8 * i * b, b, dw + (taps * i * b + lane) * b, b * b)
 
 
 def winograd_weight_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W, b)
                          const float[:, :, :, :, ::1] dy,    # IN   (N, KB, P, Q, b)
-                         float[:, :, :, :, :, ::1] dweight,  # OUT  (KB, CB, 3, 3, b, b)
+                         float[:, :, :, :, :, ::1] dweight,  # OUT  (KB, CB, r, r, b, b), r = 3 or 5
                          tuple padding,
                          float[::1] scratch=None,            # TMP  64 * KB * CB * b * b + winograd_scratch_size(...)
                          blocking=None, int num_threads=1):
@@ -119,9 +119,9 @@ def winograd_weight_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W
     if size == 0:
         return
     if x.shape[0] == 0:
-        memset(&dweight[0, 0, 0, 0, 0, 0], 0, 9 * size * sizeof(float))
+        memset(&dweight[0, 0, 0, 0, 0, 0], 0, dweight.shape[2] * dweight.shape[3] * size * sizeof(float))
         return
-    winograd_arrays(&g, dims(x), dims(dy), padding, blocking)
+    winograd_arrays(&g, dims(x), dims(dy), padding, blocking, <int>dweight.shape[2])
     g.x, g.y, g.dw = &x[0, 0, 0, 0, 0], <float*>&dy[0, 0, 0, 0, 0], &dweight[0, 0, 0, 0, 0, 0]
     scratch = scratch_of(scratch, POINTS * size + winograd_scratch_size(g.in_blocks, g.out_blocks, g.tiles, 1))
     g.du = &scratch[0]

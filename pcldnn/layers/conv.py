@@ -132,7 +132,7 @@ class Conv2d(Layer):
             filters, scratch = transformed_filters(unit, "forward", weight.shape[0], weight.shape[1])
             kernels.winograd_transform_filter(weight, filters, False, unit.num_threads)
             kernels.winograd_forward(
-                x, filters, bias, y, self.padding, relu, scratch, made.blocking, unit.num_threads
+                x, filters, bias, y, self.padding, relu, scratch, made.blocking, unit.num_threads, self.kernel_size[0]
             )  # fmt: skip
         else:
             kernels.conv2d_forward(
@@ -167,7 +167,9 @@ class Conv2d(Layer):
         if made.algorithm == "winograd":
             filters, scratch = transformed_filters(unit, "input_grad", in_blocks, out_blocks)
             kernels.winograd_transform_filter(weight, filters, True, unit.num_threads)
-            kernels.winograd_input_grad(dy, filters, dx, self.padding, scratch, made.blocking, unit.num_threads)
+            kernels.winograd_input_grad(
+                dy, filters, dx, self.padding, scratch, made.blocking, unit.num_threads, self.kernel_size[0]
+            )  # fmt: skip
             return
         scratch = unit.memory.scratch["input_grad"]
         weight_t = scratch[: weight.size].reshape(in_blocks, out_blocks, rows, columns, block, lanes)

@@ -1,8 +1,9 @@
 """Every convolution, pooling and fully connected layer, each pass by itself: ours, the NumPy twin, the peer.
 
 Run `pytest tests/benchmarks --benchmark-only`; the options are those of conftest.py. Rows of a layer, a pass and a
-minibatch form a group. In `extra_info`: gflops and peak_share are of the median; bytes_per_s and triad_share count
-every array once.
+minibatch form a group; convolutions have one for each of --algorithms that can compute them, gflops being those of the
+work of direct convolution in all of them. In `extra_info`: gflops and peak_share are of the median; bytes_per_s and
+triad_share count every array once.
 """
 
 import ours

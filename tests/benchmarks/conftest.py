@@ -15,6 +15,7 @@ OPTIONS = {
     "passes": ("forward,input_grad,weight_grad,step", "passes; 'step' is the whole training step"),
     "minibatch": (None, "images of a call, one or several numbers; default: conv 8, pool 32, fc 64,256, step 32 or 1024"),
     "threads": (None, "threads of ours and of the peer; default: the cores of this process"),
+    "algorithms": ("direct,winograd", "of our convolutions, each where it can be; 'auto' is the plan's choice"),
     "targets": (None, "avx512, avx2, sse2, neon, reference, or 'all'; default: the chosen one and the NumPy reference"),
 }
 
@@ -45,6 +46,7 @@ class Options:
     minibatch: tuple[int, ...]  # empty: as the kind of layer has it
     threads: int
     targets: tuple[str, ...]
+    algorithms: tuple[str, ...]
     peer: bool
 
 
@@ -53,6 +55,7 @@ def read_options(config) -> Options:
     from workloads import NETWORKS
 
     from pcldnn import _kernels, machine
+    from pcldnn.layers.conv import ALGORITHMS
 
     def listed(name, known=None):
         text = config.getoption(name, None) or OPTIONS[name][0] or ""
@@ -78,6 +81,7 @@ def read_options(config) -> Options:
         listed("nets", list(NETWORKS)), listed("layers"),
         listed("passes", ["forward", "input_grad", "weight_grad", "step"]), integers("minibatch"),
         machine.threads_per_rank(1, *integers("threads")[:1])[0], targets,
+        listed("algorithms", ALGORITHMS),
         importlib.util.find_spec("torch") is not None if peer is None else peer,
     )  # fmt: skip
 

@@ -109,8 +109,9 @@ def summary() -> list[str]:
             else:
                 reached = f"{info['bytes_per_s'] / 1e9:.1f} GB/s"
             share = info["peak_share"] if info["flop"] else info["triad_share"]
-            cells.append(f"{info['target']} {reached} {share:.0%}")
-        lines.append(f"{group:<36} " + "".join(f"{cell:<30}" for cell in cells).rstrip())
+            who = f"{info['target']} winograd" if info["algorithm"] == "winograd" else info["target"]
+            cells.append(f"{who} {reached} {share:.0%}")
+        lines.append(f"{group:<36} " + "".join(f"{cell:<34}" for cell in cells).rstrip())
     return lines
 
 

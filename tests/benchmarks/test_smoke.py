@@ -46,8 +46,13 @@ def test_every_row_says_what_it_is(results):
 def test_rows_of_a_layer_and_pass_form_a_group(results):
     groups = {}
     for row in json.loads(results.read_text())["benchmarks"]:
-        groups.setdefault(row["group"], []).append(row["extra_info"]["target"])
-    assert all("reference" in targets and len(targets) == len(set(targets)) for targets in groups.values())
+        info = row["extra_info"]
+        groups.setdefault(row["group"], []).append((info["target"], info["algorithm"]))
+    assert all(len(rows) == len(set(rows)) and "reference" in dict(rows) for rows in groups.values())
+    for step in ("forward", "input_grad", "weight_grad"):
+        ways = [way for target, way in groups[f"tiny conv2 {step} n2"] if target != "reference"]
+        assert ways == ["direct", "winograd"] * (len(ways) // 2)
+    assert {way for _, way in groups["tiny conv1 forward n2"]} == {"direct", "im2col"}
 
 
 def test_report(results, tmp_path):
@@ -56,7 +61,8 @@ def test_report(results, tmp_path):
     run("scripts/benchmark_report.py", results, "--output", page, "--no-plot")
     text = page.read_text()
     assert text.startswith("# Performance\n\nWritten by hand.\n")
-    assert "| tiny | conv2 | weight_grad |" in text
+    assert "| tiny | conv2 | weight_grad | 2 | direct |" in text
+    assert "| tiny | conv2 | weight_grad | 2 | winograd |" in text
     run("scripts/benchmark_report.py", results, "--output", page, "--no-plot")
     assert page.read_text() == text
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pcldnn import Network, models
+from pcldnn import Network, _kernels, models
 from pcldnn.layers import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
 from pcldnn.layers.base import PASSES, LayerPlan
 from pcldnn.layout import aligned_zeros
@@ -40,10 +40,11 @@ class Row:
     pass_name: str
     minibatch: int
     by: str  # a target of ours, "torch", or "onednn": what oneDNN's primitives take inside PyTorch
+    algorithm: str | None = None  # of our convolution; None: the plan's choice
 
     @property
     def name(self) -> str:
-        return f"{self.group.replace(' ', '-')}-{self.by}"
+        return "-".join([*self.group.split(" "), self.by, *([self.algorithm] if self.algorithm else [])])
 
     @property
     def group(self) -> str:
@@ -61,13 +62,13 @@ def outline(net: str) -> Network:
     return NETWORKS[net]()
 
 
-def layers(net: str, minibatch: int = 1, threads: int = 1) -> dict[str, LayerPlan]:
+def layers(net: str, minibatch: int = 1, threads: int = 1, algorithm: str | None = None) -> dict[str, LayerPlan]:
     """The plans of a network's convolutions, pooling and fully connected layers, by name.
 
     Convolutions and pooling layers count from 1. Fully connected layers go on at 6 after convolutions: both networks
     have five stages of them.
     """
-    plans = outline(net).plan(minibatch, threads=threads).layers
+    plans = outline(net).plan(minibatch, threads=threads, algorithm=algorithm).layers
     counts = {"conv": 0, "pool": 0, "fc": 5 if any(isinstance(plan.layer, Conv2d) for plan in plans) else 0}
     named = {}
     for plan in plans:
@@ -84,7 +85,7 @@ def layer_plan(row: Row, threads: int) -> LayerPlan:
     Forward is with bias; the activation behind it is left out. The weight gradient is that of the weights only, for
     the gradient of the bias is another pass over the data, and bound by memory.
     """
-    plan = replace(layers(row.net, row.minibatch, threads)[row.layer], fused=None)
+    plan = replace(layers(row.net, row.minibatch, threads, row.algorithm)[row.layer], fused=None)
     if row.pass_name == "weight_grad":
         plan = replace(plan, layer=replace(plan.layer, bias=False), parameters=plan.parameters[:1])
     return plan
@@ -93,6 +94,19 @@ def layer_plan(row: Row, threads: int) -> LayerPlan:
 def passes(plan: LayerPlan) -> list[str]:
     """The passes of a layer that training makes: the first layer of a network has no input gradient."""
     return [name for name in PASSES if getattr(plan, name)]
+
+
+def algorithms(options, net: str, layer: str, pass_name: str, who: str) -> list[str | None]:
+    """Ways in which `who` computes a pass: our convolutions in all that were asked for and can be, once each.
+
+    The NumPy twin is there for direct convolution, with which everything is compared.
+    """
+    if not layer.startswith("conv") or who not in _kernels.targets:
+        return [None]
+    if who == "reference":
+        return ["direct"]
+    ways = {getattr(layers(net, algorithm=way)[layer], pass_name).algorithm: way for way in options.algorithms[::-1]}
+    return [way for way in options.algorithms if way in ways.values()]
 
 
 def layer_rows(options) -> list[Row]:
@@ -107,7 +121,11 @@ def layer_rows(options) -> list[Row]:
             by = [*options.targets, *(["torch"] if options.peer else [])]
             if options.peer and not layer.startswith("pool"):
                 by.append("onednn")
-            rows += [Row(net, layer, name, n, who) for n in minibatches for name in wanted for who in by]
+            rows += [
+                Row(net, layer, name, n, who, way)
+                for n in minibatches for name in wanted for who in by
+                for way in algorithms(options, net, layer, name, who)
+            ]  # fmt: skip
     return rows
 
 
