@@ -155,8 +155,8 @@ def _add_running(group):
     group.add_argument("--threads", type=_integer(1), metavar="N", help=(
         "compute threads of each rank (default: the cores the rank may use, shared with the other ranks on its node)"))
     group.add_argument("--comm-cores", type=_integer(0), metavar="N", help=(
-        "cores of each rank kept for its communication thread, which spins there; with 0 it runs beside compute and sleeps "
-        "while it waits (default: 1 from 8 cores a rank on)"))
+        "cores of each rank kept for its communication thread, which spins there; with 0 it runs beside compute and "
+        "sleeps while it waits (default: 1 from 8 cores a rank on)"))
     group.add_argument("--no-overlap", action="store_true",
                        help="exchange between compute, not beside it (the same result, to see what overlap is worth)")
     group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
@@ -180,7 +180,8 @@ def _add_running(group):
         "same file as --checkpoint"))
     group.add_argument("--metrics", metavar="FILE", help="write a JSONL file of losses and accuracies")
     group.add_argument("--trace", metavar="FILE", help=(
-        "write a timeline of all ranks for ui.perfetto.dev, and print how much communication was hidden behind compute"))
+        "write a timeline of all ranks for ui.perfetto.dev, and print how much communication was hidden behind "
+        "compute"))
     group.add_argument("--profile", action="store_true",
                        help="print time, flop/s, share of peak and bytes/s by layer and pass at the end")
     group.add_argument("--log-interval", type=_integer(1), default=10, metavar="N",

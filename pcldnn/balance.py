@@ -7,7 +7,8 @@
 - `best_block` answers the paper's own question for its seven loops: which block sizes need the fewest bytes per flop
   within a cache budget.
 
-An array (or the part of one that is in use) stays in L2 while it fits half of it, and is read anew for each job otherwise.
+An array (or the part of one that is in use) stays in L2 while it fits half of it, and is read anew for each job
+otherwise.
 """
 
 from itertools import product
@@ -32,7 +33,7 @@ WINOGRAD_SAVING = 324 / 64  # multiply-adds of a full tile of 6x6 outputs: direc
 
 
 def bound_by(traffic: float, flop: float, balance: float, algorithm: str = "direct") -> str:
-    """"memory" if `traffic` [byte] takes longer than `flop` on a machine of that balance [byte/flop], else "compute"."""
+    """"memory" if `traffic` [byte] takes longer than `flop` on a machine of that balance [byte/flop]; or "compute"."""
     saving = WINOGRAD_SAVING if algorithm == "winograd" else 1
     return "memory" if traffic > balance * flop / saving else "compute"
 
@@ -55,7 +56,7 @@ def conv_traffic(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> 
 
 
 def weight_grad_traffic(shape: ConvShape, machine: Machine, blocking: WeightGradBlocking) -> int:
-    """Bytes of the weight gradient. A job is (copy, pair of output vectors, input channel blocks) over all its images."""
+    """Bytes of the weight gradient. A job is (copy, pair of output vectors, input channel blocks), over its images."""
     x, weights, y = _arrays(shape, machine)
     pairs = ceil(ceil(shape.K / machine.width) / machine.tile[0])
     groups = ceil(ceil(shape.C / (shape.lanes or machine.width)) / blocking.c_blocks)

@@ -56,7 +56,7 @@ class LinearBlocking(NamedTuple):
     """`blocking` of `linear_forward` and its kin. None of the three changes a sum."""
 
     depth: int  # what a visit sums: features (forward), outputs (input gradient) or samples (weight gradient)
-    tiles: int  # register tiles of a visit: of samples (weight gradient: of features; input gradient: vectors of samples)
+    tiles: int  # register tiles of a visit: of samples (weight gradient: features; input gradient: vectors of samples)
     pairs: int  # most pairs of vectors of outputs that a job handles (input gradient: blocks of features)
 
 

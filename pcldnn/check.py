@@ -18,7 +18,7 @@ from pcldnn.layout import Layout, aligned_zeros, block, unblock
 from pcldnn.machine import Machine, measure_bandwidth, measure_flops
 from pcldnn.plan import align, format_blocking, input_layout
 
-BOUND = 5e-5  # largest error that passes, as a share of the largest output; float32 with 10^5 terms and Winograd keep it
+BOUND = 5e-5  # largest error that passes, as a share of the largest output; float32 with 10^5 terms keeps it
 FLOAT64_FLOP = 4e9  # that a pass may cost in float64: larger ones are checked on a sample of their outputs
 SECONDS = 0.3  # of timing a pass, or three calls
 
@@ -71,12 +71,12 @@ def check(images: int, layer: Conv2d, size: tuple[int, int], threads: int = 1, s
     """
     machine, shape = Machine.detect(), (layer.in_channels, *size)
     padded = Layout(shape, machine.width)
-    first = input_layout((("", layer),), shape, machine.width)  # few channels are not padded, but have no input gradient
+    first = input_layout((("", layer),), shape, machine.width)  # few channels: not padded, but without input gradient
     plans = {
-        (name, algorithm): layer.plan(padded if name == "input_grad" else first, images, machine, threads, algorithm=algorithm)
+        (name, way): layer.plan(padded if name == "input_grad" else first, images, machine, threads, algorithm=way)
         for name in PASSES
-        for algorithm in (None, "direct", "winograd")
-    }  # fmt: skip
+        for way in (None, "direct", "winograd")
+    }
     random = np.random.default_rng(seed)
     output = plans["forward", None].output
     x = random.standard_normal((images, *shape), np.float32)

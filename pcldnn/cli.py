@@ -1,4 +1,4 @@
-"""``python -m pcldnn``: what this installation runs on, what a network would need, and whether a shape computes right."""
+"""``python -m pcldnn``: what it runs on here, what a network would need, whether a shape computes right, replay."""
 import argparse
 import os
 import platform
@@ -73,8 +73,8 @@ def _parser():
     replay = commands.add_parser(
         "replay", help="compute steps of a recorded run again and find the first that differs",
         description="Compute steps of a run again, on one rank, from one of its checkpoints, and compare with the "
-                    "digests in its metrics file: the run must have been made with --exact (or --digest-interval). Exit code 1 if "
-                    "something differs; the first step and layer are named.",
+                    "digests in its metrics file: the run must have been made with --exact (or --digest-interval). "
+                    "Exit code 1 if something differs; the first step and layer are named.",
         epilog="example: python -m pcldnn replay scripts/train_vgg.py step100.safetensors run.jsonl --steps 20")
     replay.add_argument("script", help="the training script that made the run")
     replay.add_argument("checkpoint", help="where to start")

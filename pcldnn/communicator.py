@@ -12,7 +12,8 @@ b. Every wait is a non-blocking MPI call and `faults.wait`: it does not steal th
    computes, and signals are handled. After `start_thread` all messages are the communication thread's
    business (commthread.py); blocking calls wait for it.
 c. Counts are cut to `max_count` elements a message, far below 2^31-1, where the `int` counts of MPI-3 end.
-d. Sums of float arrays are our own (transfer.py), in the order of ranks; the MPI library adds only small ones.
+d. Sums of float arrays are our own: in the order of ranks (transfer.py, shared.py), between nodes of several ranks
+   by nodes (hierarchy.py). The MPI library adds only small ones.
 e. All methods but `abort` are collective: every rank of the communicator calls them, in the same order.
 """
 
@@ -199,8 +200,8 @@ class Communicator(SerialCommunicator):
         try:
             if self.nodes == 1:
                 return Shared(self._MPI, self._comm, self._wait_for), "shared memory"
-            pair = Hierarchy(self._MPI, self._comm, self._messages, self._nodes, self._wait_for)
-            return pair, f"shared memory inside each of {self.nodes} nodes, {messages} between them"
+            levels = Hierarchy(self._MPI, self._comm, self._messages, self._nodes, self._wait_for)
+            return levels, f"shared memory inside each of {self.nodes} nodes, {messages} between them"
         except NoSharedMemory as error:
             return None, f"{messages} (no shared memory: {error})"
 

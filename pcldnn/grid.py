@@ -131,8 +131,9 @@ def image_leaves(layer: LayerPlan) -> tuple[tuple[int, int], ...]:
 def sums_stay(layer: LayerPlan) -> bool:
     """Whether what each rank adds of a layer's weight gradient lies in the gradient's own place after the pass.
 
-    So it is without exact mode, and in it where each rank's pieces are one subtree: with 8 pieces for any number of
-    groups but 3. Elsewhere some partial sums lie in memory that the next pass uses.
+    So it is without exact mode, and in it where each group's pieces are one subtree: with 8 pieces on any power of two
+    of ranks, and data parallel on any number but 3 (2x3 is another grid on which it is not so). Elsewhere some partial
+    sums lie in memory that the next pass uses.
     """
     return not layer.pieces or all(len(subtrees(*leaves)) < 2 for leaves in image_leaves(layer))
 
@@ -189,11 +190,11 @@ def _exact_arrays(layer: LayerPlan, part: LayerPlan) -> list[GridArray]:
     if layer.input_grad and layer.layer.splittable:
         leaves = output_leaves(layer)
         inputs = layer.input.padded_features
-        columns = layer.group_images * shares(layer.output.channel_blocks, layer.pieces)[0] * layer.output.block_features
+        largest = shares(layer.output.channel_blocks, layer.pieces)[0]
         sizes = {
             "sums": (_sums(leaves) - 1) * layer.group_images * inputs,
             "arrivals": _arrivals(leaves) * layer.images * inputs,
-            "columns": columns,
+            "columns": layer.group_images * largest * layer.output.block_features,
         }
         arrays += [GridArray(f"input_grad {role}", size, "input_grad", "input_grad") for role, size in sizes.items()]
     return [array for array in arrays if array.size > 0]

@@ -12,8 +12,8 @@ The second is the adjoint of the first. Nodes may be of any sizes, shares as une
 
 Design notes
 ------------
-a. Sums inside a node are in the order of ranks, then those of nodes are added in the order of nodes. So the bits depend on
-   which ranks share a node, and on nothing else. Exact mode's sums do not come here (exchange.py).
+a. Sums inside a node are in the order of ranks, then those of nodes are added in the order of nodes. So the bits depend
+   on which ranks share a node, and on nothing else. Exact mode's sums do not come here (exchange.py).
 b. A node's sum takes the place of this rank's own values, in a piece that nobody else looks at.
 c. Ranks of a node meet while messages of theirs may still need care (MPI may take a message, and move it only in later
    calls): so they look after MPI while they wait for each other.

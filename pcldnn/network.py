@@ -165,7 +165,7 @@ class Network:
         self._weights.load(values)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Gradients of the last `backward`, logical. With several ranks complete only for the owned shard; collective."""
+        """Gradients of the last `backward`, logical; of several ranks' only the owned shard is complete. Collective."""
         self._training_plan("gradients")
         if self._overlap:
             self._overlap.finish_gradients()

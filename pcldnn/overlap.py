@@ -131,7 +131,8 @@ class Overlap:
         """Update shards and send new weights, unless the step is refused by then: all ranks know that alike."""
         refused = self._refused
         for layer in stage.layers:
-            self._weights[layer] = self._start("update", (layer,), (0,), False, lambda name=layer: refused() or change(name))
+            run = functools.partial(lambda name: refused() or change(name), layer)
+            self._weights[layer] = self._start("update", (layer,), (0,), False, run)
         for bundle in stage.weights:
             request = self._start_parts("allgather", bundle)
             self._weights.update((part.layer, request) for part in bundle)
@@ -144,8 +145,8 @@ class Overlap:
         """From time to time: have rank 0 tell its pace, by which all ranks will make the same schedule."""
         held_back = self._communicator.has_thread and self._bandwidth < float("inf")
         if held_back and (self._pace.steps == FIRST or self._pace.steps % AGAIN == 0):
-            pace = self._pace.take()
-            self._measured = self._start("broadcast", ("control",), (8 * len(pace),), True, self._communicator.broadcast, pace)
+            pace, function = self._pace.take(), self._communicator.broadcast
+            self._measured = self._start("broadcast", ("control",), (8 * len(pace),), True, function, pace)
 
     def start_sum(self, array, refuses=None):
         """Begin to add a small array over the ranks; returns a function that waits for it and gives it.

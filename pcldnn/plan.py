@@ -250,8 +250,9 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         fused = following if following is not None and layer.absorbs(following) else None
         make = partial(
             layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
-            tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned), pieces=pieces,
-            piece_images=piece_images, relu_input=layer.masks and training and bool(planned and planned[-1].fused),
+            tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned),
+            pieces=pieces, piece_images=piece_images,
+            relu_input=layer.masks and training and bool(planned and planned[-1].fused),
         )  # fmt: skip
         made = make(partition=given.get(name, Partition(data=ranks)))
         if training and name not in given:
@@ -280,7 +281,7 @@ def _check_tuned(named, tuned: dict[str, dict[str, str]]) -> dict[str, dict[str,
 
 
 def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Message, ...]:
-    """Activations with their passes; gradients to their owners as backward produces them; weights for the next forward."""
+    """Activations with their passes; gradients to owners as backward produces them; weights for the next forward."""
     order = []
     activations = {}
     for layer in layers:

@@ -131,7 +131,8 @@ def profile_table(plan, totals, peak):
     flop = sum(total[3] for total in totals.values())
     last = [*rows[-1][:4], f"{flop / step_seconds / 1e9:,.1f}", f"{100 * flop / step_seconds / peak:.0f} %", ""]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [f"profile of the last {steps} steps on this rank, peak of its {plan.threads} threads {peak / 1e9:,.0f} Gflop/s:"]
+    title = f"profile of the last {steps} steps on this rank, peak of its {plan.threads} threads"
+    lines = [f"{title} {peak / 1e9:,.0f} Gflop/s:"]
     for row in [*rows[:-1], last]:
         cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
         lines.append(("  " + "  ".join(cells)).rstrip())

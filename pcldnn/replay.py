@@ -87,8 +87,8 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     if steps is not None:
         wanted = {step: layers for step, layers in wanted.items() if step <= start + steps}
     if not wanted:
-        raise ValueError(f"metrics: {str(metrics)!r} has no digest of a step behind step {start}, where the checkpoint was "
-                         "written; digests are written with --exact or --digest-interval")  # fmt: skip
+        raise ValueError(f"metrics: {str(metrics)!r} has no digest of a step behind step {start}, where the checkpoint "
+                         "was written; digests are written with --exact or --digest-interval")  # fmt: skip
     args = parse(job, ["--resume", str(checkpoint), "--single-process"], communicator, prog="replay")
     args.steps = metadata["steps_per_epoch"]  # the length of made-up data goes by it
     train, _ = open_data(job, args)

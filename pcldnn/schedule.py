@@ -1,6 +1,7 @@
-"""Which part of which exchange is submitted at which point of a step: a pure value of Plan and rates, equal on all ranks.
+"""Which part of which exchange is submitted at which point of a step: a pure value of Plan and rates.
 
-The communication thread executes commands in the order in which they come, so this order is all there is to decide:
+All ranks come to the same. The communication thread executes commands in the order in which they come, so this order is
+all there is to decide:
 
 (a) A layer's gradients start to travel right after its weight gradient, behind which the rest of backward hides them.
 (b) Large arrays go in pieces of `PIECE`. When the network is slower than compute, pieces of a large layer at the end
@@ -149,7 +150,7 @@ def _fill(found, groups: list[_Group], plan: Plan, bandwidth: float, seconds: di
 
 
 def _least_seconds(plan: Plan, found) -> dict[str, float]:
-    """Time [s] from each layer's weight gradient up to the next one's, and to the end of backward, at the CPU's peak."""
+    """Time [s] from each layer's weight gradient to the next one's, and to the end of backward, at the CPU's peak."""
     rate = plan.threads * (plan.machine.flops or FLOP_A_LANE * plan.machine.width)
     work, current = {}, None
     for layer in reversed(plan.layers):

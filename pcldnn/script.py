@@ -69,7 +69,7 @@ def _train(job, args, communicator):
     with stop_signals(trainer):
         result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
                              checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
-                              trace=args.trace, profile=args.profile,
+                             trace=args.trace, profile=args.profile,
                              log_interval=args.log_interval, digest_interval=args.digest_interval,
                              settings=settings_of(args), threads=args.data_threads, skip_damaged=args.skip_damaged)
     return 1 if result.checkpoint_error else 0

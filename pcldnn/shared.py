@@ -86,7 +86,7 @@ class Shared:
         self.meet()
 
     def add(self, buffer, span):
-        """A span becomes the sum of all ranks' arrays there; between two `meet`, for spans that nobody else looks at."""
+        """A span becomes the sum of all ranks' arrays there; between two `meet`, where nobody else looks."""
         arrays = [buffer if array is None else array.view(buffer.dtype) for array in self._arrays[buffer.ctypes.data]]
         add_arrays([array[slice(*span)] for array in arrays], buffer[slice(*span)])
 

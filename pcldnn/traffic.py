@@ -123,7 +123,8 @@ def findings(ranks):
     layers, _ = traffic(ranks)
     found = overlapped(ranks)
     return {"communication": {
-        "seconds": sum(each.seconds for each in layers.values()), "exposed": sum(each.exposed for each in layers.values()),
+        "seconds": sum(each.seconds for each in layers.values()),
+        "exposed": sum(each.exposed for each in layers.values()),
         "gradients_and_weights": found.seconds, "hideable": found.hideable, "hidden": found.hidden,
         "hidden_of_hideable": found.share,
     }}  # fmt: skip
@@ -153,7 +154,8 @@ def summary(ranks, order, steps):
     lines = ["communication (mean over ranks, from when the last rank was there):", *_table(rows)]
     found = overlapped(ranks)
     lines.append(f"gradients and weights: {a_step * found.seconds:,.2f} ms a step, of which compute could hide "
-                 f"{a_step * found.hideable:,.2f} ms and hid {a_step * found.hidden:,.2f} ms: {100 * found.share:.0f} %")
+                 f"{a_step * found.hideable:,.2f} ms and hid {a_step * found.hidden:,.2f} ms: "
+                 f"{100 * found.share:.0f} %")
     rank, seconds = late.most_common(1)[0]
     lines.append(f"the others waited most for rank {rank}: {a_step * seconds:,.2f} ms a step")
     if dropped := sum(each.dropped for each in ranks):
@@ -172,7 +174,7 @@ def _exchanges(ranks):
 
 
 def _spans(found):
-    """(RankTrace, event, (start, stop)) of an exchange on each rank, from when the last rank was there, on its own clock."""
+    """(RankTrace, event, (start, stop)) of an exchange on each rank: from when the last one was there, on its clock."""
     begin = max(start for start, _, _ in found.values())
     for _, event, each in found.values():
         yield each, event, (min(max(begin - each.offset, event.start), event.stop), event.stop)

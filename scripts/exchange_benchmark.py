@@ -29,17 +29,19 @@ def contestants(comm, count, polite):
     def waited(request):
         idle(request.Test)
 
-    found = {}
     def directly(method):
         for parts in comm._pieces(plain, owned):
             method(parts)
 
+    found = {}
     if comm.transport.startswith("shared memory"):
         name = "pcldnn, shared memory" if comm.nodes == 1 else "pcldnn, two levels"
         found[name] = (lambda: comm.reduce_scatter(shared, owned), lambda: comm.allgather(shared, owned))
     found["pcldnn, messages"] = (lambda: directly(comm._direct.reduce), lambda: directly(comm._direct.gather))
     found[comm.library] = (
-        lambda: mpi.Reduce_scatter(in_place, theirs, owned), lambda: mpi.Allgatherv(in_place, [theirs, owned]))  # fmt: skip
+        lambda: mpi.Reduce_scatter(in_place, theirs, owned),
+        lambda: mpi.Allgatherv(in_place, [theirs, owned]),
+    )
     if polite:
         found[f"{comm.library}, polite"] = (
             lambda: waited(mpi.Ireduce_scatter(in_place, theirs, owned)),

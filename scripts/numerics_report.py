@@ -1,6 +1,6 @@
-"""Errors of Winograd and direct convolution, layer by layer and pass by pass, against float64: the table of docs/numerics.md.
+"""Errors of Winograd and direct convolution by layer and pass, against float64: the table of docs/numerics.md.
 
-    python scripts/numerics_report.py [--images 1] [--rows 12]
+    python scripts/numerics_report.py [--images 1] [--rows 14]
 
 Inputs are as after a ReLU (normal, clipped at zero), weights as He et al. initialise them, output gradients normal.
 The error is the largest one as a share of the largest output. Whole images take long in float64, so the layers are
@@ -17,7 +17,8 @@ from pcldnn._kernels import checks, reference
 LAYERS = {
     "VGG-A conv2": (64, 128, 112), "VGG-A conv3": (128, 256, 56), "VGG-A conv4": (256, 256, 56),
     "VGG-A conv5": (256, 512, 28), "VGG-A conv6": (512, 512, 28), "VGG-A conv7, conv8": (512, 512, 14),
-    "OverFeat conv2, 5x5": (96, 256, 28), "OverFeat conv3": (256, 512, 12), "OverFeat conv4": (512, 1024, 12), "OverFeat conv5": (1024, 1024, 12),
+    "OverFeat conv2, 5x5": (96, 256, 28), "OverFeat conv3": (256, 512, 12), "OverFeat conv4": (512, 1024, 12),
+    "OverFeat conv5": (1024, 1024, 12),
 }  # fmt: skip
 
 

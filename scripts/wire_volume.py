@@ -39,7 +39,7 @@ def worker(args):
 def formula(groups, args):
     """What a rank sends in a step [byte]; nobody needs the gradient of the first layer's input."""
     sizes = [(ifm, ofm) for ifm, ofm in pairwise(args.widths)]
-    total = sum(grid_bytes(groups, args.hosts, args.minibatch, ifm, ofm) for ifm, ofm in sizes)
+    total = sum(grid_bytes(groups, args.hosts, args.minibatch, ifm, ofm, ifm * ofm) for ifm, ofm in sizes)
     return total - FLOAT * args.widths[0] * args.minibatch / groups * (1 - groups / args.hosts)
 
 
@@ -47,8 +47,9 @@ def counted(groups, args):
     """The same, mean over ranks, as the interfaces counted it."""
     sent = []
     for steps in (WARM, WARM + args.steps):
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--minibatch", args.minibatch, "--steps", steps,
-                   "--widths", *args.widths, "--partition", f"fc={groups}x{args.hosts // groups}"]  # fmt: skip
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--minibatch", args.minibatch,
+                   "--steps", steps, "--widths", *args.widths,
+                   "--partition", f"fc={groups}x{args.hosts // groups}"]  # fmt: skip
         with emulated_cluster.network(args.hosts, args.rate, "128kb") as names:
             if emulated_cluster.launch(names, [str(word) for word in command], 1, args.timeout):
                 sys.exit("error: the run failed")
@@ -72,15 +73,18 @@ def main():
         return worker(args)
     if problem := emulated_cluster.missing():
         parser.error(problem)
-    print(f"layers {'-'.join(map(str, args.widths))}, minibatch {args.minibatch}, {args.hosts} ranks; sent by a rank in a step:")
-    print(f"{'partition':<12} {'on the wire':>12} {'formula':>12} {'excess':>8}   {'less than data parallel, and by the formula'}")
+    layers = "-".join(map(str, args.widths))
+    print(f"layers {layers}, minibatch {args.minibatch}, {args.hosts} ranks; sent by a rank in a step:")
+    print(f"{'partition':<12} {'on the wire':>12} {'formula':>12} {'excess':>8}   "
+          "less than data parallel, and by the formula")
     first = None
     for groups in range(args.hosts, 0, -1):
         if args.hosts % groups == 0:
             found, wanted = counted(groups, args), formula(groups, args)
             first = first or (found, wanted)
             print(f"{f'{groups}x{args.hosts // groups}':<12} {found / 1e6:>9.3f} MB {wanted / 1e6:>9.3f} MB "
-                  f"{100 * (found / wanted - 1):>+6.1f} %   {first[0] / found:.2f}x, {first[1] / wanted:.2f}x", flush=True)
+                  f"{100 * (found / wanted - 1):>+6.1f} %   {first[0] / found:.2f}x, {first[1] / wanted:.2f}x",
+                  flush=True)
     return 0
 
 

@@ -25,10 +25,10 @@ def run_mpi():
 
 @pytest.fixture(scope="module")
 def run_cases(run_mpi, tmp_path_factory):
-    """`run_cases(program, cases, **options)`: ``results(ranks, case)``, what each rank got in a case of tests/mpi/`program`.
+    """`run_cases(program, cases, **options)`: ``results(ranks, case)``, what each rank got in a case.
 
-    All cases of a number of ranks run as one job, when the first of them is asked for; `results.folder(ranks)` is where
-    it wrote its files.
+    The program is a file of tests/mpi. All cases of a number of ranks run as one job, when the first of them is asked
+    for; `results.folder(ranks)` is where it wrote its files.
     """
 
     def prepared(program, cases, **options):

@@ -1,4 +1,4 @@
-"""The solver and its balance of bytes and flops: pure functions, against search by hand and against bounds that must hold."""
+"""The solver and its balance of bytes and flops: against search by hand, and against bounds that must hold."""
 
 import runpy
 from itertools import product

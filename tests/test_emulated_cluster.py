@@ -32,7 +32,7 @@ def namespaces():
 
 @pytest.fixture
 def hosts():
-    """`hosts(options, *command, **environment)` -> exit code, MB sent by each host, output; skips where it cannot be."""
+    """`hosts(options, *command, **environment)` -> exit code, MB sent by each host, output; skips where it cannot."""
     if emulated_cluster.missing():
         pytest.skip(emulated_cluster.missing())
     if "--oversubscribe" in mpirun_command():

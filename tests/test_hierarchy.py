@@ -7,7 +7,7 @@ from pcldnn.nodes import pretended_node
 
 @pytest.mark.parametrize("nodes", [["2+1", "1+2"], ["2+2", "3+1", "1+1+2"]], ids="/".join)
 def test_exchanges_and_training_in_two_levels(run_mpi, nodes):
-    """Sums and copies against NumPy, adjointness, bytes sent, training against one rank, exact mode's bits, fallback."""
+    """Sums and copies against NumPy, adjointness, bytes sent, training against one rank, exact mode, fallback."""
     ranks = sum(map(int, nodes[0].split("+")))
     result = run_mpi(ranks, ["tests/mpi/two_levels.py", *nodes], timeout=120)
     assert result.stdout.count("collectives hold") == len(nodes), result.output

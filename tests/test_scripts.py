@@ -108,8 +108,8 @@ def test_the_other_networks_of_the_paper(run_mpi, script, flags):
     (["--data", "nowhere"], ["nowhere"]), (["--image-size", "16"], ["features.", "size"]),
     (["--classes", "11"], ["11", "10"]), (["--momentum", "1"], ["momentum"]),
     (["--resume", "nowhere.safetensors"], ["nowhere.safetensors"]),
-    (["--data", "x.npz", "--synthetic"], ["--synthetic"]), (["--exact", "--tune"], ["--no-tune"]), (["--metrics", "no/m.jsonl"], ["no/m.jsonl"]),
-    (["--checkpoint", "no/c"], ["no/c"])])
+    (["--data", "x.npz", "--synthetic"], ["--synthetic"]), (["--exact", "--tune"], ["--no-tune"]),
+    (["--metrics", "no/m.jsonl"], ["no/m.jsonl"]), (["--checkpoint", "no/c"], ["no/c"])])
 def test_user_errors_are_one_message(run_mpi, flags, words):
     """A6 and others: told once, by rank 0, without a traceback."""
     done = run_mpi(2, [VGG, *SMALL, *flags], check=False)

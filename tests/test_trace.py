@@ -100,7 +100,7 @@ def two_ranks(events):
 
 
 def test_hidden_of_what_could_be_hidden():
-    """Of 6 s in a window of 10 s, 2 s exposed; of 5 s in one of 3 s within it, all hidden that can be, waits left out."""
+    """A window of 3 s inside one of 10 s, of which 2 s are waits: what fits in them, and what of it was hidden."""
     waits = [Event(COMPUTE, WAIT, ("layer 1",), 7.0, 9.0)]
     waits += [Event(COMMUNICATION, "add_input_grads", ("layer 1",), 7.0, 9.0, (8,), 0, 2)]  # activations have no window
     found = traffic.overlapped(two_ranks([*nested_steps([(3.0, 6.0, 5.0), (1.0, 11.0, 8.0)]), *waits]))

@@ -137,12 +137,6 @@ def linear_input_grad(depth, vectors, blocks, width, most):
                          f"{most // width**2} as their product: the sums of a job lie on the stack")
 
 
-def linear_scratch(scratch, wanted):
-    """Refuse a scratch array (its number of elements, None = kernel allocates) that is too small."""
-    if scratch is not None and scratch < wanted:
-        raise ValueError(f"scratch has {scratch} elements, wanted at least {wanted}")
-
-
 def pool2d(x, y, kernel, stride, padding, num_threads, names=("x", "y")):
     """Pooling: every window must touch the image; (P, Q) may follow the floor or the ceil rule."""
     kh, kw = pair("kernel", kernel, 1)

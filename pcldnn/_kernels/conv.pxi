@@ -5,8 +5,8 @@
 #    same way). For every output row and column an `Axis` says which filter taps meet real pixels.
 # b. Nothing is padded in memory and no tap that falls in the padding is computed: a column tile carries its
 #    `Segment`s, runs of filter taps that meet the same pixels lo..hi of the tile. Within a segment taps and input
-#    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the image: one call for all of
-#    its rows and input channels).
+#    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the
+#    image: one call for all of its rows and input channels).
 # c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`). The latter
 #    packs the input by tiles of images, (tiles, CB, H, W, b, TILE), in one pass over it (`pack_samples`); then every
 #    tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
@@ -100,8 +100,8 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
                 c.tiles[t].segments += 1
 
 
-cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n, int width,
-                           Py_ssize_t row, int t, bint two) noexcept nogil:
+cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
+                           int width, Py_ssize_t row, int t, bint two) noexcept nogil:
     """One register tile: `width` pixels of output row `row`, channel blocks k and k + 1, inputs cb0..cb1."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
@@ -136,19 +136,19 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
     tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
 
 
-cdef void conv_tile_two(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n, int width,
-                        Py_ssize_t row, int t) noexcept nogil:
+cdef void conv_tile_two(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
+                        int width, Py_ssize_t row, int t) noexcept nogil:
     conv_tile(c, cb0, cb1, k, image, n, width, row, t, True)
 
 
-cdef void conv_tile_one(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n, int width,
-                        Py_ssize_t row, int t) noexcept nogil:
+cdef void conv_tile_one(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
+                        int width, Py_ssize_t row, int t) noexcept nogil:
     conv_tile(c, cb0, cb1, k, image, n, width, row, t, False)
 
 
 cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0,
                    Py_ssize_t row1) noexcept nogil:
-    """Output channel blocks k, k + 1 of rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
+    """Blocks k, k + 1 of rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
     cdef Py_ssize_t cb0, cb1, row
     cdef int t
     cdef bint two = k + 1 < c.out_blocks
@@ -219,7 +219,7 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
                    bias,                                     # IN   (KB * b) or None
                    float[:, :, :, :, ::1] y,                 # OUT  (N, KB, P, Q, b)
                    tuple stride, tuple padding, bint relu=False, blocking=None, int num_threads=1,
-                   float[::1] scratch=None):                 # TMP  x.size for N rounded up to tiles, when they run across images
+                   float[::1] scratch=None):                 # TMP  x.size for N rounded up to tiles, if across images
     """y = relu?(conv2d(x, weight) + bias), direct convolution.
 
     Parameters
@@ -301,10 +301,10 @@ def conv2d_transpose_filter(const float[:, :, :, :, :, ::1] weight,   # IN   (KB
 
 
 def conv2d_input_grad(const float[:, :, :, :, ::1] dy,               # IN   (N, KB, P, Q, b)
-                      const float[:, :, :, :, :, ::1] weight_t,      # IN   (CB, KB, R, S, b, b), conv2d_transpose_filter
+                      const float[:, :, :, :, :, ::1] weight_t,      # IN   (CB, KB, R, S, b, b): see above
                       float[:, :, :, :, ::1] dx,                     # OUT  (N, CB, H, W, b)
                       tuple stride, tuple padding, blocking=None, int num_threads=1,
-                      float[::1] scratch=None):                      # TMP  dy.size for N rounded up to tiles, when they run across images
+                      float[::1] scratch=None):                      # TMP  dy.size likewise, if across images
     """dx: gradient of conv2d_forward with respect to x. Pixels that no filter tap meets become exactly 0.
 
     `blocking` as in `conv2d_forward`, with the blocks of K in the place of those of C.

@@ -109,7 +109,8 @@ cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_
                     weight_grad_tile_one(g, x, dy, dw_row, images, p0, p1, r, j0, width)
 
 
-cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_ssize_t c0, Py_ssize_t c1) noexcept nogil:
+cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_ssize_t c0,
+                          Py_ssize_t c1) noexcept nogil:
     """One block of dw (or of a private copy) over its share of the images."""
     cdef float* dw = g.dw if copy == 0 else g.copies + (copy - 1) * g.dw_size
     cdef Py_ssize_t block = g.R * g.S * g.lanes * b

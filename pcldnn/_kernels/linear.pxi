@@ -9,13 +9,14 @@
 # d. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
 # e. While a tile is computed, the micro-kernel asks for the weights that come next (`Ahead` in tile.pxi).
-# f. A job is a group of at most `pairs` pairs of vectors; sums depend neither on how pairs are grouped nor on the blocking.
+# f. A job is a group of at most `pairs` pairs of vectors, in the input gradient of that many blocks of features. Sums
+#    depend neither on how these are grouped nor on the blocking.
 
 cdef enum:
     SUMS = 65536             # most sums of a job of the input gradient: they lie on a thread's stack [elements]
 
 
-cdef struct LinearBlocks:    # how a pass is cut: `blocking` of its kernel, in the words of pcldnn.blocking.LinearBlocking
+cdef struct LinearBlocks:    # how a pass is cut, its `blocking`: pcldnn.blocking.LinearBlocking explains the fields
     Py_ssize_t depth
     int tiles
     Py_ssize_t pairs
@@ -25,7 +26,8 @@ cdef LinearBlocks linear_blocks(blocking, Py_ssize_t depth, Py_ssize_t tiles) ex
     """Checked, and cut to the sizes of the pass: `depth` to be summed, `tiles` at most. Default: all, and 1 pair."""
     cdef Py_ssize_t most = max(depth, 1)
     got, wanted, pairs = checks.blocking(blocking, (most, max(tiles, 1), 1), checks.LINEAR_BLOCKING)
-    return LinearBlocks(depth=min(<Py_ssize_t>got, most), tiles=<int>min(<Py_ssize_t>wanted, max(tiles, 1)), pairs=pairs)
+    return LinearBlocks(depth=min(<Py_ssize_t>got, most), tiles=<int>min(<Py_ssize_t>wanted, max(tiles, 1)),
+                        pairs=pairs)
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):

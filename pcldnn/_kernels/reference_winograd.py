@@ -1,7 +1,7 @@
 """NumPy twins of the Winograd kernels: the same transforms by matrices, without tiles of two sizes or batches.
 
-Every size is cut in tiles of 6 outputs (4 for 5x5 filters), whatever is left over is computed and dropped. The oracle of
-the tests is not this but direct convolution in float64 (`reference.conv2d_forward` and its kin).
+Every size is cut in tiles of 6 outputs (4 for 5x5 filters), whatever is left over is computed and dropped. The oracle
+of the tests is not this but direct convolution in float64 (`reference.conv2d_forward` and its kin).
 """
 
 import numpy as np

@@ -30,7 +30,8 @@ cdef extern from "simd.h" nogil:
     void prefetch(const float* p)
     void tile_load(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
     void tile_fill(vec* a0, vec* a1, const float* bias, bint two)
-    void tile_store(const vec* a0, const vec* a1, int width, float* y, Py_ssize_t yp, Py_ssize_t yv, bint relu, bint two)
+    void tile_store(const vec* a0, const vec* a1, int width, float* y, Py_ssize_t yp, Py_ssize_t yv, bint relu,
+                    bint two)
     void dispatch "PCL_RANGES"(void (*f)(int, int, vec*, vec*, const float*, Py_ssize_t, const float*, Py_ssize_t,
                                          Reduction*, bint, bint) noexcept nogil,
                                int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
@@ -83,7 +84,8 @@ cdef inline void run(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_
 
 cdef inline Reduction one_loop(Py_ssize_t steps, Py_ssize_t x0, Py_ssize_t w0) noexcept nogil:
     """The sum over `steps` places that lie x0 floats apart in x and w0 in w; nothing is asked for."""
-    return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0, next1=0)
+    return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0,
+                     next1=0)
 
 
 cdef struct Ahead:

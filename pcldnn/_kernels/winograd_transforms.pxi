@@ -9,8 +9,8 @@
 #    Each point has the scaling of the full tile: all tiles share the same transformed filters, and 14x14 outputs take
 #    20x20 products.
 # c. 5x5 filters have the same points and the same tiles of inputs, whose transform does not see the filter: a tile
-#    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is that of
-#    the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
+#    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is
+#    that of the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
 
 cdef extern from *:
     """

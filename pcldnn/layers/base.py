@@ -44,7 +44,7 @@ class PassPlan:
     bytes: int = 0  # that must move at least: every array once [byte]
     scratch: int = 0  # float32 elements of working memory
     blocking: object = None  # cache blocks; None leaves them to the kernel
-    traffic: int = 0  # that moves with this blocking between L2 and what lies behind it, by the model of balance.py [byte]
+    traffic: int = 0  # that this blocking moves between L2 and what lies behind it, by balance.py's model [byte]
 
 
 @dataclass(frozen=True)

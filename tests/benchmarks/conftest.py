@@ -13,7 +13,7 @@ OPTIONS = {
     "nets": ("vgg_a,overfeat_fast,cd_dnn", "networks; also 'tiny', to try the benchmarks themselves"),
     "layers": ("*", "patterns of layer names: conv1, pool2, fc6, ...; 'conv[2-8],fc*'"),
     "passes": ("forward,input_grad,weight_grad,step", "passes; 'step' is the whole training step"),
-    "minibatch": (None, "images of a call, one or several numbers; default: conv 8, pool 32, fc 64,256, step 32 or 1024"),
+    "minibatch": (None, "images of a call, one or several; default: conv 8, pool 32, fc 64,256, step 32 or 1024"),
     "threads": (None, "threads of ours and of the peer; default: the cores of this process"),
     "algorithms": ("direct,winograd", "of our convolutions, each where it can be; 'auto' is the plan's choice"),
     "targets": (None, "avx512, avx2, sse2, neon, reference, or 'all'; default: the chosen one and the NumPy reference"),

@@ -1,4 +1,4 @@
-"""A rank that fails, is killed or stalls at some phase of training: `overlap_faults.py ACTION PHASE[,PHASE...] [FOLDER]`.
+"""A rank that fails, is killed or stalls at a phase of training: `overlap_faults.py ACTION PHASE[,PHASE...] [FOLDER]`.
 
 Phases: data, on a thread of the loader; a pass of a layer, on the thread that computes; update, reduce_scatter and
 allgather, on the communication thread; checkpoint (in FOLDER), while it is gathered, and write, on rank 0. All but the
