@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from pcldnn import _kernels as kernels
+from pcldnn.grid import member_part
 from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit
 from pcldnn.layout import aligned_zeros
 from pcldnn.plan import Plan
@@ -67,7 +68,7 @@ def quicker(make: Callable[..., Plan], communicator) -> dict[str, dict[str, str]
 
 
 def seconds(layer: LayerPlan, pass_name: str, threads: int) -> float:
-    """Time of one pass of a layer with all its images; timed once in a process, the best of a few calls [s]."""
+    """Time of one pass of a layer with all images of a step; timed once in a process, the best of a few calls [s]."""
     key = kernels.TARGET, threads, pass_name, replace(layer, index=0, name="")
     if key not in _known:
         _known[key] = _best(_call(layer, pass_name, threads))
@@ -85,8 +86,9 @@ def _best(call: Callable[[], object]) -> float:
 
 
 def _call(layer: LayerPlan, pass_name: str, threads: int) -> Callable[[], object]:
-    """The pass as a Unit makes it in a step, on memory of its own."""
-    x, dy = (_ones(layout.array_shape(layer.images)) for layout in (layer.input, layer.output))
+    """The pass as a Unit makes it in a step, on memory of its own; of a layer on a grid, a member's part of it."""
+    layer = member_part(layer, 0)
+    x, dy = (_ones(layout.array_shape(layer.group_images)) for layout in (layer.input, layer.output))
     memory = Memory(
         output=_ones(dy.shape), input_grad=aligned_zeros(x.shape), parameters=_ones((layer.parameter_size,)),
         gradients=aligned_zeros(layer.parameter_size),

@@ -7,6 +7,7 @@ from test_winograd_plan import SMALL
 from pcldnn import SGD, Network, Trainer, tuning
 from pcldnn.checkpoint import load
 from pcldnn.data import ArrayDataset
+from pcldnn.partition import Partition
 
 PASSES = ("forward", "weight_grad", "input_grad")
 TWO_WAYS = dict.fromkeys(("features.2", "features.5", "features.7"), PASSES)
@@ -81,6 +82,14 @@ def test_real_times_are_taken_once_for_a_shape(monkeypatch, target):
     assert len(timed) == 2 * 9 and made.tuned
     assert set(tuning._known.values()) == {float(i + 1) for i in range(18)}
     assert network().plan(5, threads=2, tune=True).digest() == made.digest() and len(timed) == 18
+
+
+def test_of_a_layer_on_a_grid_a_slice_is_timed(monkeypatch, target):
+    timed = []
+    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_best", lambda call: timed.append(call()) or 1.0)
+    plan = network().plan(4, ranks=2, tune=True, partitions={"conv": Partition(1, 2), "fc": Partition(1, 2)})
+    assert len(timed) == 2 * 9 and plan.tuned.keys() == TWO_WAYS.keys()
 
 
 def test_a_checkpoint_keeps_the_choice(clock, tmp_path, capsys):
