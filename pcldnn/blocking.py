@@ -9,8 +9,8 @@ Three things are solved here, by trying every candidate, as Das et al. 2016 do:
 - `winograd_forward`, `winograd_weight_grad` do the same for Winograd convolution; `winograd_pays` compares the two.
 
 What the solution costs in bytes per flop, and the paper's own search, are in `balance.py`.
-Everything is a pure function of its arguments. What can change a sum (`copies`, `across_images`, `c_blocks`) never
-depends on the number of threads.
+Everything is a pure function of its arguments. What can change a sum never depends on the number of threads: of the
+weight gradient that is all but `c_blocks`.
 """
 
 from dataclasses import dataclass
@@ -118,16 +118,24 @@ def conv_input_grad(shape: ConvShape, machine: Machine) -> ConvBlocking:
 
 
 def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> WeightGradBlocking:
-    """Blocking of the weight gradient. `threads` influences only how blocks are dealt to jobs."""
+    """Blocking of the weight gradient. `threads` influences only how blocks are dealt to jobs: `c_blocks`.
+
+    `band` and `across_images` set the order of the sums, so they are those for one thread.
+    """
     width = machine.width
     lanes = shape.lanes or width
     in_blocks, pairs = ceil(shape.C / lanes), ceil(ceil(shape.K / width) / 2)
     filter_bytes = FLOAT * pairs * 2 * width * in_blocks * lanes * shape.R * shape.S
     copies = min(ceil(ENOUGH_JOBS / (pairs * in_blocks)), max(shape.N, 1), 1 + MOST_COPY_BYTES // filter_bytes)
-    most = max(min(in_blocks, pairs * in_blocks * copies // (8 * threads), 8), 1)
-    candidates = product(_sizes(shape.P), (False, True), sorted({1, ceil(most / 4), ceil(most / 2), most}))
     images = max(shape.N // copies, 1)
-    band, across, c_blocks = min(candidates, key=lambda c: _weight_grad_cycles(shape, machine, images, *c))
+
+    def best(bands, across, threads):
+        most = max(min(in_blocks, pairs * in_blocks * copies // (8 * threads), 8), 1)
+        candidates = product(bands, across, sorted({1, ceil(most / 4), ceil(most / 2), most}))
+        return min(candidates, key=lambda c: _weight_grad_cycles(shape, machine, images, *c))
+
+    band, across, _ = best(_sizes(shape.P), (False, True), 1)
+    _, _, c_blocks = best((band,), (across,), threads)
     return WeightGradBlocking(band, c_blocks, copies, across)
 
 

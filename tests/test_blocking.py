@@ -55,6 +55,14 @@ def test_blocking_of_fully_connected_layers_on_known_caches():
         assert 256 <= depth <= 1024 and tiles >= 5 and 2 <= pairs <= 16
 
 
+@pytest.mark.parametrize("shape", [ConvShape(1, 64, 112, 112, 128, 3, 3, (1, 1), (1, 1)),
+                                   ConvShape(8, 96, 28, 28, 256, 7, 7, (1, 1), (3, 3))], ids=str)  # fmt: skip
+def test_threads_do_not_change_the_order_of_weight_gradients(shape):
+    for machine in MACHINES[:2]:
+        cuts = [solver.conv_weight_grad(shape, machine, threads) for threads in (1, 8, 64)]
+        assert len({(cut.band, cut.copies, cut.across_images) for cut in cuts}) == 1
+
+
 def test_kernels_take_what_is_solved(target):
     """The limits of the solver are those of the kernels: the sums of the input gradient at their largest."""
     b = target.SIMD_WIDTH
