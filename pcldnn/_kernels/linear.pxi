@@ -6,8 +6,8 @@
 # c. The activations, a few per cent of the bytes, are packed once per call in the order in which register tiles read
 #    them: TILE samples (or TILE features) innermost. Every stream of the micro-kernel is then contiguous, and rows of
 #    4096 floats, a multiple of the cache's set span, cannot evict one another.
-# d. Loops: chunk of the summed dimension (its filters in L1), block of samples (its packed values in L2), pair of
-#    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk (or block of samples).
+# d. Loops: chunk of the summed dimension, block of samples (what a visit of the two needs stays in L2), pair of
+#    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk.
 # e. While a tile is computed, the micro-kernel asks for the weights that come next (`Ahead` in tile.pxi).
 # f. A job is a group of at most `pairs` pairs of vectors, in the input gradient of that many blocks of features. Sums
 #    depend neither on how these are grouped nor on the blocking.
