@@ -18,28 +18,41 @@ from pcldnn.transfer import piece_spans
 FIRST, AGAIN = 3, 100  # after so many steps, and then every so many, the schedule follows the pace that was measured
 
 
+def never():
+    """Of a step that nobody may refuse."""
+    return False
+
+
 class Pace:
     """Measures the compute behind each layer's weight gradient, up to the next one's, waits left out.
 
     Attributes
     ----------
     steps : int
-        Measured in all, the first one left out of the means: it touches memory for the first time.
+        Measured in all, the first one left out of the means: it touches memory for the first time. One that was
+        refused, so without an update, does not count.
     """
 
     def __init__(self):
         self.steps = 0
         self._seconds, self._counted = {}, 0
-        self._layer, self._since = None, 0.0
+        self.begin()
+
+    def begin(self):
+        """Backward begins."""
+        self._layer, self._since, self._pass = None, 0.0, {}
 
     def mark(self, layer):
         """The weight gradient of a layer is there; None: backward has ended."""
         now = clock()
-        if self._layer is not None and self.steps > 0:
-            self._seconds[self._layer] = self._seconds.get(self._layer, 0.0) + now - self._since
+        if self._layer is not None:
+            self._pass[self._layer] = now - self._since
         self._layer, self._since = layer, now
         if layer is None:
-            self._counted += self.steps > 0
+            if self.steps > 0:
+                self._counted += 1
+                for name, seconds in self._pass.items():
+                    self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             self.steps += 1
 
     def waited(self, seconds):
@@ -73,7 +86,7 @@ class Overlap:
         self._plan, self._bandwidth, self._seconds = plan, bandwidth, None
         self.trace = trace
         self._change = None  # updates a layer in this backward pass; None: no layer yet
-        self._refused = lambda: False
+        self._refused = self._pending = never  # whether a step is: this one, and the one whose backward comes next
         self._make_schedule()
         self._pace = Pace()
         self._measured = None  # Request for the pace by which the next schedule is made
@@ -97,6 +110,9 @@ class Overlap:
         """A new backward pass begins, in which `change(layer)` may update the shard that this rank owns."""
         new = (self._change is None) != (change is None)
         self._change = change
+        # A step that was refused has no update: what is left of it ends here.
+        self._refused, self._pending = self._pending, never
+        self._pace.begin()
         if self._measured is not None:
             self._seconds, self._measured, new = self._wait(self._measured, "control"), None, True
         if new:
@@ -124,7 +140,7 @@ class Overlap:
             for bundle in stage.gradients:
                 self._reduce_held(bundle)
             self._renew(stage, change)
-        self._refused = lambda: False
+        self._refused = never
         self._follow_pace()
 
     def _renew(self, stage, change):
@@ -151,13 +167,13 @@ class Overlap:
     def start_sum(self, array, refuses=None):
         """Begin to add a small array over the ranks; returns a function that waits for it and gives it.
 
-        `refuses(sum)`: whether no weight is to be changed by this step.
+        `refuses(sum)`: whether no weight is to be changed by the step whose backward pass comes next.
         """
         function = self._communicator.allreduce_sum
         request = self._start("allreduce", ("control",), (array.nbytes,), True, function, array)
         if refuses is not None:
             # Looked at by commands behind this one, so its result is there.
-            self._refused = lambda: refuses(request.wait())
+            self._pending = lambda: refuses(request.wait())
         return lambda: self._wait(request, "control")
 
     def before(self, pass_name, layer):

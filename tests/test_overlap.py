@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcldnn import models, schedule
+from pcldnn import models, overlap, schedule
 from pcldnn.commthread import CommunicationThread
 from pcldnn.layers import Linear, Sigmoid
 from pcldnn.partition import Partition
@@ -188,6 +188,25 @@ def test_overlap_changes_no_bit(run_mpi, ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_overlap_changes_no_bit_on_grids_and_in_exact_mode(run_mpi, ranks):
     assert run_mpi(ranks, ["tests/mpi/overlap_cases.py", "grids"], timeout=180).stdout == "same bits on grids\n"
+
+
+def test_a_refused_step_leaves_nothing_to_the_next_one(run_mpi):
+    result = run_mpi(2, ["tests/mpi/overlap_cases.py", "refused"])
+    assert result.stdout == "same bits without the refused steps\n"
+
+
+def test_the_pace_leaves_out_refused_steps(monkeypatch):
+    """Each layer takes 2 s; behind the refused step, which stops at its last layer, 100 s go by."""
+    now = 0.0
+    monkeypatch.setattr(overlap, "clock", lambda: now)
+    pace = overlap.Pace()
+    for update in (True, True, False, True):
+        pace.begin()
+        for layer in ("b", "a", None) if update else ("b", "a"):
+            pace.mark(layer)
+            now += 2
+        now += 100
+    assert pace.steps == 3 and pace.take() == {"b": 2, "a": 2}
 
 
 def test_a_program_that_closes_nothing_ends(run_mpi):

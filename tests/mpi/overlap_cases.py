@@ -38,10 +38,44 @@ def train(comm, bandwidth, steps=5, early=False, **options):
     held = sum(len(stage.gradients) for stage in net._overlap.schedule.update)
     updated = sum(len(stage.layers) for stage in net._overlap.schedule.backward.values())
     assert early or not updated, updated
+    return digest_of(net, optimizer, comm), updated if early else held
+
+
+def digest_of(net, optimizer, comm):
+    """Of weights and momentum, which all ranks must have alike."""
     arrays = {**net.state_dict(), **optimizer.state_dict(net)}
     digest = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
     assert len(set(comm.allgather_object(digest))) == 1, "ranks hold different weights"
-    return digest, updated if early else held
+    return digest
+
+
+def refused(comm):
+    """A refused step changes nothing, and neither does what is left of it in the next one, which cannot be refused."""
+    comm.start_thread()
+    comm.bandwidth = lambda: 1e12
+
+    def run(steps, early):
+        net, optimizer = network(), SGD(0.05, momentum=0.9)
+        net.prepare(4 * comm.size, comm, threads=1, partitions={"fc": Partition(data=comm.size)})
+        for step, kind in steps:
+            random = np.random.default_rng((step, comm.rank))
+            images = random.standard_normal((4, 1, 28, 28), np.float32)
+            net.forward_loss(images, random.integers(0, 10, 4), epoch=step, global_count=4 * comm.size)
+            if kind != "no sum":
+                net.start_sum(np.ones(1), refuses=(lambda total: total[0] > 0) if kind == "refused" else None)
+            net.backward(optimizer if early else None)
+            if kind != "refused":
+                net.update(optimizer)
+        return digest_of(net, optimizer, comm)
+
+    steps = [(0, "no sum"), (1, "refused"), (2, "no sum"), (3, "refused"), (4, "sum")]
+    accepted = [step for step in steps if step[1] != "refused"]
+    wanted = run(accepted, False)
+    assert wanted != run(accepted[:-1], False)
+    for early in (False, True):
+        assert run(accepted, early) == run(steps, early) == wanted, early
+    if comm.rank == 0:
+        print("same bits without the refused steps")
 
 
 def grids(comm):
