@@ -31,8 +31,10 @@ cdef LinearBlocks linear_blocks(blocking, Py_ssize_t depth, Py_ssize_t tiles) ex
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
-    """Elements of the scratch array that every pass of a layer of F features and K outputs needs [elements]."""
-    return max(tiles_of(N) * TILE * F + N * (tiles_of(F) * TILE + K + 2 * b), (N + b - 1) // b * b * K)
+    """Elements of the scratch array that any pass of a layer of F features and K outputs needs [elements]."""
+    forward, input_grad = tiles_of(N) * TILE * F, (N + b - 1) // b * b * K
+    weight_grad = N * (tiles_of(F) * TILE + K + b)  # K: pairs of blocks, the last one perhaps with one block
+    return max(forward, input_grad, weight_grad)
 
 
 cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
