@@ -11,8 +11,11 @@ from pcldnn import balance, models
 from pcldnn import blocking as solver
 from pcldnn.balance import Block, best_block, block_bytes, bytes_per_flop
 from pcldnn.blocking import ConvShape
+from pcldnn.layers import Conv2d, Linear
 from pcldnn.layers.base import PASSES
+from pcldnn.layout import Layout
 from pcldnn.machine import Machine
+from pcldnn.partition import Partition
 
 MACHINES = [
     Machine("large", "avx512", 2, 48 * 1024, 2048 * 1024, 260 * 1024**2, flops=1e11, memory_bandwidth=2e10),
@@ -89,6 +92,31 @@ def test_no_blocking_moves_less_than_every_array_once(machine, net):
                 assert made.traffic >= least, (layer.name, name)
                 copies = getattr(made.blocking, "copies", 1)
                 assert getattr(roomy, name).traffic <= 3 * least + 3 * copies * weights, (layer.name, name)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "winograd"])
+def test_a_member_of_a_group_plans_what_it_computes(algorithm):
+    """A quarter of the outputs for the images of four ranks: blocking, scratch, traffic, flop and bytes of that."""
+    machine, images, vector = MACHINES[0], Layout((64, 14, 14), 16), Layout.vector(512, 16)
+    for layer, own, inputs in [
+        (Linear(512, 1024), Linear(512, 256), vector),
+        (Conv2d(64, 256, 3, padding=1), Conv2d(64, 64, 3, padding=1), images),
+    ]:
+        split = layer.plan(inputs, 8, machine, partition=Partition(1, 4), algorithm=algorithm)
+        whole = own.plan(inputs, 32, machine, algorithm=algorithm)
+        for name in PASSES:
+            assert getattr(split, name) == getattr(whole, name), (layer, name)
+
+
+def test_traffic_and_flop_are_of_the_same_work():
+    """With slices that are not alike (of 3 blocks one member has 2), and with an input gradient in pieces."""
+    vector, machine = Layout.vector(512, 16), MACHINES[0]
+    uneven = Linear(512, 40).plan(vector, 8, machine, partition=Partition(1, 2)).forward
+    own = Linear(512, 32).plan(vector, 16, machine).forward
+    assert uneven.traffic / uneven.flop == pytest.approx(own.traffic / own.flop, rel=1e-4)
+    exact = Linear(512, 1024).plan(vector, 8, machine, pieces=4, piece_images=2).input_grad
+    own = Linear(512, 256).plan(vector, 8, machine).input_grad
+    assert exact.traffic / exact.flop == pytest.approx(own.traffic / own.flop, rel=1e-4)
 
 
 def test_winograd_moves_more_and_computes_less():

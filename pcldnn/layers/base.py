@@ -18,7 +18,7 @@ import numpy as np
 from pcldnn.layers.parameter import Parameter
 from pcldnn.layout import Layout
 from pcldnn.machine import Machine
-from pcldnn.partition import Partition
+from pcldnn.partition import Partition, shares
 
 ONE_RANK = Partition()
 PASSES = ("forward", "weight_grad", "input_grad")  # in the order in which a step makes them
@@ -41,7 +41,7 @@ class PassPlan:
 
     algorithm: str = "direct"
     flop: int = 0  # a multiply-add is 2; for all images of this rank
-    bytes: int = 0  # that must move at least: every array once [byte]
+    bytes: int = 0  # that must move at least: every array of this rank once [byte]
     scratch: int = 0  # float32 elements of working memory
     blocking: object = None  # cache blocks; None leaves them to the kernel
     traffic: int = 0  # that this blocking moves between L2 and what lies behind it, by balance.py's model [byte]
@@ -119,6 +119,23 @@ class LayerPlan:
 
     def __str__(self) -> str:
         return f"{self.layer} + {self.fused}" if self.fused else str(self.layer)
+
+
+def called_blocks(pass_name: str, plan: LayerPlan) -> int:
+    """Output blocks for which a pass is planned: the largest slice of a member of a group (see grid.py).
+
+    In exact mode the order of sums must not depend on members: all of them, and a piece in the input gradient.
+    """
+    parts = plan.partition.model
+    if plan.pieces:
+        parts = plan.pieces if pass_name == "input_grad" else 1
+    return shares(plan.output.channel_blocks, parts)[0]
+
+
+def per_rank(traffic: int, pass_name: str, plan: LayerPlan) -> int:
+    """Bytes for the flop of a rank (`PassPlan.flop`) from those for `called_blocks` and the images of a group."""
+    channels = min(called_blocks(pass_name, plan) * plan.output.block, plan.output.channels)
+    return round(traffic * plan.output.channels / (channels * plan.partition.model))
 
 
 # --- run time ---------------------------------------------------------------------------------------------------
@@ -223,8 +240,8 @@ class Layer:
     def plan_pass(self, pass_name: str, plan: LayerPlan, machine: Machine, threads: int) -> PassPlan:
         """Algorithm, blocking, work and memory of one pass; `plan` has everything but its passes."""
         saved = plan.saves if pass_name == "input_grad" and not plan.parameters else ()
-        arrays = [plan.input, plan.output, *(getattr(plan, which) for which in saved)]
-        moved = sum(layout.array_bytes(plan.images) for layout in arrays) + 4 * plan.parameter_size
+        moved = plan.input.array_bytes(plan.group_images) + 4 * plan.parameter_size // plan.partition.model
+        moved += sum(layout.array_bytes(plan.images) for layout in (plan.output, *(getattr(plan, s) for s in saved)))
         return PassPlan("direct", 2 * plan.images * self.multiply_adds(plan.input, plan.output), moved)
 
     def absorbs(self, following: Layer) -> bool:

@@ -10,10 +10,9 @@ from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Layer, by_channel_block, pair
+from pcldnn.layers.base import Layer, by_channel_block, called_blocks, pair, per_rank
 from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
-from pcldnn.partition import shares
 
 
 def windows(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -102,7 +101,7 @@ class Conv2d(Layer):
             if pass_name == "input_grad":
                 called = solver.winograd_input_grad_shape(called)
             traffic = balance.winograd_traffic(called, machine, made.blocking, pass_name == "weight_grad")
-            return replace(made, traffic=traffic)
+            return replace(made, traffic=per_rank(traffic, pass_name, plan))
         weight_size = plan.parameters[0].array_size // plan.output.channel_blocks * out_blocks
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
@@ -120,7 +119,7 @@ class Conv2d(Layer):
                 outputs = out_blocks * plan.output.block_features
                 scratch += plan.call_images * (plan.input.padded_features + outputs)
             traffic = balance.weight_grad_traffic(called, machine, blocking)
-        return replace(made, blocking=blocking, scratch=scratch, traffic=traffic)
+        return replace(made, blocking=blocking, scratch=scratch, traffic=per_rank(traffic, pass_name, plan))
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
@@ -182,17 +181,6 @@ class Conv2d(Layer):
         size = f"{self.kernel_size[0]}x{self.kernel_size[1]}"
         stride = "" if self.stride == (1, 1) else f" stride {self.stride[0]}x{self.stride[1]}"
         return f"Conv2d {size}{stride}"
-
-
-def called_blocks(pass_name: str, plan) -> int:
-    """Output blocks for which a pass is planned: the largest slice of a member of a group (see grid.py).
-
-    In exact mode the order of sums must not depend on members: all of them, and a piece in the input gradient.
-    """
-    parts = plan.partition.model
-    if plan.pieces:
-        parts = plan.pieces if pass_name == "input_grad" else 1
-    return shares(plan.output.channel_blocks, parts)[0]
 
 
 # --- direct or Winograd -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pcldnn import _kernels as kernels
 from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Layer, by_channel_block, by_image
+from pcldnn.layers.base import Layer, by_channel_block, by_image, called_blocks, per_rank
 from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
 
@@ -68,18 +68,18 @@ class Linear(Layer):
         return self.in_features * self.out_features
 
     def plan_pass(self, pass_name, plan, machine, threads):
-        images, features, outputs = plan.group_images, plan.input.padded_features, plan.output.padded_features
+        images, features, vectors = plan.group_images, plan.input.padded_features, called_blocks(pass_name, plan)
+        outputs = vectors * plan.output.block
         if pass_name == "input_grad":
             blocking = solver.linear_input_grad(images, features, machine, threads)
             traffic = balance.linear_input_grad_traffic(images, features, outputs, machine, blocking)
         else:
             summed, tiled = (features, images) if pass_name == "forward" else (images, features)
-            sizes = summed, tiled, outputs // machine.width
-            blocking = solver.linear(*sizes, machine, threads)
-            traffic = balance.linear_traffic(*sizes, machine, blocking, pass_name == "weight_grad")
+            blocking = solver.linear(summed, tiled, vectors, machine, threads)
+            traffic = balance.linear_traffic(summed, tiled, vectors, machine, blocking, pass_name == "weight_grad")
         return replace(
-            super().plan_pass(pass_name, plan, machine, threads), blocking=blocking, traffic=traffic,
-            scratch=kernels.linear_scratch_size(images, features, outputs),
+            super().plan_pass(pass_name, plan, machine, threads), blocking=blocking,
+            traffic=per_rank(traffic, pass_name, plan), scratch=kernels.linear_scratch_size(images, features, outputs),
         )  # fmt: skip
 
     def absorbs(self, following: Layer) -> bool:
