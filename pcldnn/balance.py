@@ -11,6 +11,7 @@ An array (or the part of one that is in use) stays in L2 while it fits half of i
 otherwise.
 """
 
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from typing import NamedTuple
@@ -29,13 +30,10 @@ from pcldnn.blocking import (
 )
 from pcldnn.machine import Machine
 
-WINOGRAD_SAVING = 324 / 64  # multiply-adds of a full tile of 6x6 outputs: direct over Winograd
 
-
-def bound_by(traffic: float, flop: float, balance: float, algorithm: str = "direct") -> str:
+def bound_by(traffic: float, flop: float, balance: float) -> str:
     """"memory" if `traffic` [byte] takes longer than `flop` on a machine of that balance [byte/flop]; or "compute"."""
-    saving = WINOGRAD_SAVING if algorithm == "winograd" else 1
-    return "memory" if traffic > balance * flop / saving else "compute"
+    return "memory" if traffic > balance * flop else "compute"
 
 
 def conv_traffic(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> int:
@@ -80,6 +78,14 @@ def winograd_traffic(shape: ConvShape, machine: Machine, blocking: WinogradBlock
     batch = FLOAT * POINTS * min(blocking.tiles, tiles) * channels * machine.width
     passes = 1 if 2 * filters <= machine.l2 else batches * (2 if weight_grad else 1)  # sums are read and written
     return x + y + weights + filters * (1 + passes) + (0 if 2 * batch <= machine.l2 else 2 * batch * batches)
+
+
+def winograd_saving(shape: ConvShape, computed: ConvShape) -> float:
+    """Multiply-adds of direct convolution over the products of Winograd: 324/64 for full tiles of 3x3 filters.
+
+    `computed` is `shape`, for the input gradient its `winograd_input_grad_shape`.
+    """
+    return shape.P * shape.Q * shape.R * shape.S / winograd_tiles(replace(computed, N=1))[1]
 
 
 def linear_traffic(

@@ -376,7 +376,7 @@ def _blocking_table(plan: Plan) -> str:
                 rows.append((
                     layer.name, str(layer), name, made.algorithm, format_blocking(made.blocking),
                     f"{made.traffic / made.flop:.4f}", f"{made.bytes / made.flop:.4f}",
-                    bound_by(made.traffic, made.flop, machine.balance, made.algorithm),
+                    bound_by(made.traffic, made.flop / made.saving, machine.balance),
                 ))  # fmt: skip
     lines = align(rows, 5)
     caches = ", ".join(f"{level.upper()} {getattr(machine, level) // 1024:,} KiB" for level in ("l1", "l2", "l3"))

@@ -125,7 +125,22 @@ def test_winograd_moves_more_and_computes_less():
     traffic = balance.winograd_traffic(shape, machine, solver.winograd_forward(shape, machine))
     assert traffic > direct
     assert balance.bound_by(10, 100, 0.2) == "compute" and balance.bound_by(10, 100, 0.09) == "memory"
-    assert balance.bound_by(10, 100, 0.2, "winograd") == "memory"
+
+
+def test_the_saving_of_winograd_is_that_of_its_tiles():
+    """Full tiles of 6x6 and 4x4 outputs take 64 products; what remains, 13 = 12 + 1 rows, smaller tiles."""
+    def saving(size, taps, padding):
+        layer = Conv2d(16, 16, taps, padding=padding)
+        made = layer.plan(Layout((16, size, size), 16), 2, MACHINES[0], algorithm="winograd")
+        return [getattr(made, name).saving for name in PASSES]
+
+    assert saving(12, 3, 1) == [324 / 64] * 3
+    assert saving(8, 5, 2) == [400 / 64] * 3
+    assert saving(13, 3, 1) == [9 * 13**2 / (8 + 8 + 4) ** 2] * 3
+    forward, weight_grad, input_grad = saving(14, 3, 0)  # 12x12 outputs, but 14 = 12 + 2 rows of the input gradient
+    assert (forward, weight_grad, input_grad) == (324 / 64, 324 / 64, 9 * 12**2 / (8 + 8 + 4) ** 2)
+    direct = Conv2d(16, 16, 3).plan(Layout((16, 14, 14), 16), 2, MACHINES[0], algorithm="direct")
+    assert direct.forward.saving == 1
 
 
 def test_the_search_finds_the_best_of_all_blocks():

@@ -40,11 +40,12 @@ class PassPlan:
     """How one pass of one layer is to be computed."""
 
     algorithm: str = "direct"
-    flop: int = 0  # a multiply-add is 2; for all images of this rank
+    flop: int = 0  # a multiply-add is 2; for all images of this rank, as direct convolution makes them
     bytes: int = 0  # that must move at least: every array of this rank once [byte]
     scratch: int = 0  # float32 elements of working memory
     blocking: object = None  # cache blocks; None leaves them to the kernel
     traffic: int = 0  # that this blocking moves between L2 and what lies behind it, by balance.py's model [byte]
+    saving: float = 1.0  # flop over what the algorithm makes of them
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class Conv2d(Layer):
             if pass_name == "input_grad":
                 called = solver.winograd_input_grad_shape(called)
             traffic = balance.winograd_traffic(called, machine, made.blocking, pass_name == "weight_grad")
-            return replace(made, traffic=per_rank(traffic, pass_name, plan))
+            saving = balance.winograd_saving(shape, called)
+            return replace(made, saving=saving, traffic=per_rank(traffic, pass_name, plan))
         weight_size = plan.parameters[0].array_size // plan.output.channel_blocks * out_blocks
         if pass_name == "forward":
             blocking = solver.conv_forward(shape, machine)
