@@ -75,8 +75,7 @@ def isas_to_build():
 
 def extensions():
     """Every extension module."""
-    built = [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2", "-fopenmp"],
-                       extra_link_args=["-fopenmp"])]
+    built = [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2"])]
     headers = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
     for row in isas_to_build():
         built.append(Extension(

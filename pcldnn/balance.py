@@ -24,7 +24,7 @@ from pcldnn.blocking import (
     LinearBlocking,
     WeightGradBlocking,
     WinogradBlocking,
-    _sizes,
+    equal_sizes,
     winograd_filter_size,
     winograd_tiles,
 )
@@ -183,10 +183,10 @@ def best_block(shape: ConvShape, budget: int = 128 * 1024, width: int = 8) -> tu
     -------
     (Block, resident array, bytes_per_flop [byte/flop])
     """
-    ifms = [min(size * width, shape.C) for size in _sizes(ceil(shape.C / width))]
-    ofms = [min(size * width, shape.K) for size in _sizes(ceil(shape.K / width))]
+    ifms = [min(size * width, shape.C) for size in equal_sizes(ceil(shape.C / width))]
+    ofms = [min(size * width, shape.K) for size in equal_sizes(ceil(shape.K / width))]
     best = None
-    for sizes in product(_sizes(max(shape.N, 1)), ifms, ofms, _sizes(shape.P), _sizes(shape.Q)):
+    for sizes in product(equal_sizes(max(shape.N, 1)), ifms, ofms, equal_sizes(shape.P), equal_sizes(shape.Q)):
         block = Block(*sizes, shape.R, shape.S)
         if sum(block_bytes(shape, block)) > budget:
             continue

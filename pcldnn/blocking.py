@@ -100,7 +100,7 @@ def conv_forward(shape: ConvShape, machine: Machine) -> ConvBlocking:
     in_blocks = ceil(shape.C / (shape.lanes or machine.width))
     row = FLOAT * shape.Q * machine.tile[0] * machine.width
     rows = min(max(machine.l2 // 8 // row, 1), shape.P)  # what a job adds to again and again stays in L2
-    candidates = product(_sizes(in_blocks), (False, True))
+    candidates = product(equal_sizes(in_blocks), (False, True))
     return min((ConvBlocking(*c, rows) for c in candidates), key=lambda c: _forward_cycles(shape, machine, c))
 
 
@@ -134,7 +134,7 @@ def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> We
         candidates = product(bands, across, sorted({1, ceil(most / 4), ceil(most / 2), most}))
         return min(candidates, key=lambda c: _weight_grad_cycles(shape, machine, images, *c))
 
-    band, across, _ = best(_sizes(shape.P), (False, True), 1)
+    band, across, _ = best(equal_sizes(shape.P), (False, True), 1)
     _, _, c_blocks = best((band,), (across,), threads)
     return WeightGradBlocking(band, c_blocks, copies, across)
 
@@ -145,7 +145,7 @@ def pack_size(shape: ConvShape, machine: Machine) -> int:
     return ceil(shape.N / tile) * tile * ceil(shape.C / lanes) * lanes * shape.H * shape.W
 
 
-def _sizes(n: int) -> list[int]:
+def equal_sizes(n: int) -> list[int]:
     """Block sizes that cut n in equal parts, up to rounding: the only ones worth trying."""
     return sorted({ceil(n / parts) for parts in range(1, n + 1)})
 
@@ -276,8 +276,8 @@ def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int
     per_tile, tile = machine.tile
     # In L2, not in L1: it is partial sums that cost, 3 to 7 % of a pass where they go to memory four times as often.
     depth = min(_linear_depth(machine, machine.l2 // 8), max(ceil(summed / machine.width), 1) * machine.width)
-    pairs = _sizes(max(ceil(vectors / per_tile), 1))
-    candidates = [LinearBlocking(depth, *c) for c in product(_sizes(max(ceil(tiled / tile), 1)), pairs)]
+    pairs = equal_sizes(max(ceil(vectors / per_tile), 1))
+    candidates = [LinearBlocking(depth, *c) for c in product(equal_sizes(max(ceil(tiled / tile), 1)), pairs)]
     fitting = [c for c in candidates if _linear_block(machine, c) <= machine.l2 // 2] or candidates[:1]
     tiled = max(tiled, 1)  # a rank may have no images
     compute = summed * sum(_step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))

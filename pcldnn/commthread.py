@@ -194,18 +194,6 @@ class Commands:
         request.wait()  # raises at once
         return request
 
-    def start_reduce_scatter(self, buffer, shares):
-        """`reduce_scatter` as a Request; leave the buffer alone until it is done."""
-        return self.start("reduce_scatter", self.reduce_scatter, buffer, shares)
-
-    def start_allgather(self, buffer, shares):
-        """`allgather` as a Request; leave the buffer alone until it is done."""
-        return self.start("allgather", self.allgather, buffer, shares)
-
-    def start_allreduce_sum(self, array):
-        """`allreduce_sum` as a Request, whose `wait` gives the array."""
-        return self.start("allreduce_sum", self.allreduce_sum, array)
-
 
 def on_thread(method):
     """A method of Commands that runs on the communication thread, where there is one, and is waited for."""

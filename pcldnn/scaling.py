@@ -16,11 +16,6 @@ FLOAT = 4  # [byte]
 EXCHANGE_START = 100_000  # [byte]
 
 
-def compute_flop(images: int, ifm: int, ofm: int, kernel: tuple[int, int], output: tuple[int, int]) -> int:
-    """Work [flop] of one layer in forward, input gradient and weight gradient [Das et al. 2016]."""
-    return 3 * 2 * images * ifm * ofm * kernel[0] * kernel[1] * output[0] * output[1]
-
-
 def data_parallel_bytes(ifm: int, ofm: int, kernel: tuple[int, int] = (1, 1), overlap: float = 0.0) -> float:
     """Partial weight gradients out, new weights in [Das et al. 2016]; nearly the same for any number of nodes."""
     return FLOAT * ifm * ofm * kernel[0] * kernel[1] * (2 - overlap)

@@ -7,6 +7,7 @@ import pytest
 
 from pcldnn import models, scaling
 from pcldnn.layers import Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
+from pcldnn.layout import Layout
 from pcldnn.machine import Machine
 from pcldnn.partition import Partition
 from pcldnn.plan import Plan, format_bytes, name_layers, plan
@@ -208,7 +209,8 @@ def test_memory_of_a_rank():
 def test_data_parallel_ratio_does_not_depend_on_the_filters():
     """Compute over communication is 1.5 * out_w * out_h * images at full overlap."""
     for ifm, ofm, kernel in [(3, 64, (3, 3)), (512, 512, (3, 3)), (96, 256, (5, 5))]:
-        flop = scaling.compute_flop(2, ifm, ofm, kernel, (14, 12))
+        layer = Conv2d(ifm, ofm, kernel, padding=kernel[0] // 2).plan(Layout((ifm, 14, 12), 16), 2, MACHINES[16])
+        flop = sum(made.flop for made in (layer.forward, layer.weight_grad, layer.input_grad))
         assert flop / scaling.data_parallel_bytes(ifm, ofm, kernel, overlap=1) == pytest.approx(1.5 * 14 * 12 * 2)
 
 

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What this CPU can do and what the OpenMP runtime says. Built once, for the baseline ISA."""
+"""What this CPU can do. Built once, for the baseline ISA."""
 
 cdef extern from *:
     """
@@ -17,9 +17,6 @@ cdef extern from *:
     """
     int pcl_cpu_supports(const char* feature)
 
-cdef extern from "omp.h":
-    int omp_get_max_threads()
-
 
 def supports(str feature):
     """Whether this CPU and its operating system have a feature, in the words of ``__builtin_cpu_supports``."""
@@ -27,8 +24,3 @@ def supports(str feature):
     if found < 0:
         raise ValueError(f"feature: got {feature!r}, which cpu.pyx does not know how to ask for")
     return bool(found)
-
-
-def openmp_threads():
-    """Threads that the OpenMP runtime would use by itself (OMP_NUM_THREADS, or the affinity mask)."""
-    return omp_get_max_threads()

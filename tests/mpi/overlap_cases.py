@@ -100,7 +100,8 @@ def unclosed(comm):
     """A17: the program ends with exchanges under way and nobody closes anything."""
     comm.start_thread()
     for _ in range(20):
-        comm.start_allgather(np.zeros(100_000 * comm.size, np.float32), [100_000] * comm.size)
+        buffer = np.zeros(100_000 * comm.size, np.float32)
+        comm.start("allgather", comm.allgather, buffer, [100_000] * comm.size)
     print("end of the program")
 
 
