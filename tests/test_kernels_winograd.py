@@ -1,7 +1,7 @@
 """Winograd convolution of every target against direct convolution in float64 (`reference`), not against its own twin.
 
-Bound on the largest error: 5e-5 of the largest output, in every pass and for every shape, also when all inputs are
-positive with a mean far above their spread (as after ReLU).
+Bound on the largest error: 2e-5 of the largest output, in every pass and for every shape, also when all inputs are
+positive with a mean far above their spread (as after ReLU). The twin, which adds up all channels at once, has 5e-5.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 
 from pcldnn._kernels import checks, reference
 
-BOUND = 5e-5
+BOUND, TWIN_BOUND = 2e-5, 5e-5
 POINTS = checks.WINOGRAD_POINTS
 # images, input channels, height, width, filters, padding
 SHAPES = {
@@ -124,9 +124,9 @@ def error(got, wanted):
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_three_passes(target, name, data):
     values, padding, b = arrays(name, data), SHAPES[name][5], target.SIMD_WIDTH
-    got = winograd(target, values, padding, b)
+    got, bound = winograd(target, values, padding, b), TWIN_BOUND if target is reference else BOUND
     for pass_name, value, wanted in zip(("y", "dx", "dweight"), got, direct(values, padding, b), strict=True):
-        assert error(value, wanted) < BOUND, pass_name
+        assert error(value, wanted) < bound, pass_name
 
 
 @pytest.mark.parametrize("name", ["7x7", "13x13", "no padding", "mixed padding", "one pixel", "no images", "5x5, rests"])
