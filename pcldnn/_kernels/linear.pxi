@@ -51,7 +51,7 @@ cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packe
 
 cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
                               int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
-                              bint first, bint relu, Ahead* ahead, int call, bint two) noexcept nogil:
+                              bint first, bint relu, Ahead* ahead, bint two) noexcept nogil:
     """Tiles t0..t1 of samples of y's pair of vectors += sum over f0..f1 of x w, or = bias + that when `first`."""
     cdef vec a0[TILE]
     cdef vec a1[TILE]
@@ -61,7 +61,7 @@ cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, P
     for t in range(t0, t1):
         n = tile_start(N, tiles, t)
         width = <int>(tile_start(N, tiles, t + 1) - n)
-        fetch_part(ahead, call + t, &over)
+        fetch_part(ahead, t, &over)
         if first:
             tile_fill(a0, a1, bias, two)
         else:
@@ -72,11 +72,11 @@ cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, P
 
 cdef void linear_tiles_of(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
                           int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
-                          bint first, bint relu, Ahead* ahead, int call, bint two) noexcept nogil:
+                          bint first, bint relu, Ahead* ahead, bint two) noexcept nogil:
     if two:
-        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, call, True)
+        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, True)
     else:
-        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, call, False)
+        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, False)
 
 
 cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
@@ -96,7 +96,7 @@ cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const f
                 ahead.calls = tiles
                 linear_tiles_of(packed, N, F, f0, f1, t, min(t + cut.tiles, tiles), w + (k * F + f0) * b, F * b,
                                 y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
-                                &ahead, 0, k + 1 < k1)
+                                &ahead, k + 1 < k1)
                 k += 2
             t += cut.tiles
         f0 = f1
