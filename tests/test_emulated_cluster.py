@@ -48,7 +48,11 @@ def emulate(options, *command, **environment):
     command = [sys.executable, str(SCRIPT), "--timeout", "60", *options, sys.executable, *command]
     environment = {**os.environ, **environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
-        output, _ = process.communicate(timeout=120)
+        try:
+            output, _ = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it removes the link; or leaving the block would wait for it without an end
+            raise
     assert not [name for name in namespaces() if name.startswith(f"pcldnn{process.pid}")]
     return process.returncode, [float(number) for number in re.findall(r"([\d.]+) MB from host", output)], output
 
