@@ -15,7 +15,8 @@ def test_exchanges_and_training_in_two_levels(run_mpi, nodes):
 
 
 def test_nodes_of_one_rank_exchange_messages(run_mpi):
-    code = "from pcldnn import communicator\nwith communicator.create() as c: print(c.node, c.nodes, c.transport)"
+    line = r"print(f'{c.node} {c.nodes} {c.transport}\n', end='')"  # in one piece: ranks write at the same time
+    code = f"from pcldnn import communicator\nwith communicator.create() as c: {line}"
     said = run_mpi(2, ["tests/mpi/run_code.py", code], env={"PCLDNN_NODES": "1+1"}).stdout
     assert sorted(line[:3] for line in said.splitlines()) == ["0 2", "1 2"]
     assert said.count("(2 nodes)") == 2
