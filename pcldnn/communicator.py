@@ -212,15 +212,24 @@ class Communicator(SerialCommunicator):
             try:
                 return self._shared.allocate(count)
             except NoSharedMemory as error:
-                self._shared, self.transport = None, f"messages of {self.library} (no more shared memory: {error})"
-                if self.rank == 0:
-                    print(f"warning: exchanges go on with {self.transport}", file=sys.stderr, flush=True)
+                self._leave_shared_memory(error)
         from .layout import aligned_zeros  # loads the kernels: see `guard_imports`
 
         return aligned_zeros(count)
 
     def _transfer(self, parts):
-        return self._shared if self._shared is not None and self._shared.takes(parts) else self._direct
+        try:
+            if self._shared is not None and self._shared.takes(parts):
+                return self._shared
+        except NoSharedMemory as error:
+            self._leave_shared_memory(error)
+        return self._direct
+
+    def _leave_shared_memory(self, error):
+        """On all ranks, for `error` is raised on all."""
+        self._shared, self.transport = None, f"messages of {self.library} (no more shared memory: {error})"
+        if self.rank == 0:
+            print(f"warning: exchanges go on with {self.transport}", file=sys.stderr, flush=True)
 
     def close(self):
         """Free the duplicates (collective); a second call does nothing."""

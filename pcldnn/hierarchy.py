@@ -63,13 +63,10 @@ class Hierarchy:
         return self._on_all_nodes(lambda: self._shared.allocate(count))
 
     def takes(self, parts):
-        """Whether the parts can go this way; collective, for there may be memory to make."""
+        """True: what does not come from `allocate` is staged. Collective, for there may be memory to make: NoSharedMemory."""
         needed = 0 if self._shared.takes(parts) else _staged_bytes(parts)
         if needed > (0 if self._staging is None else self._staging.nbytes):
-            try:
-                self._staging = self.allocate(-(-needed // 8) * 2)  # float64 has room there, too
-            except NoSharedMemory:
-                return False
+            self._staging = self.allocate(-(-needed // 8) * 2)  # float64 has room there, too
         return True
 
     def reduce(self, parts):
