@@ -83,6 +83,7 @@ def extensions():
             [str(KERNELS / "kernels.pyx")],
             include_dirs=[str(KERNELS)],
             define_macros=[("PCL_WIDTH", str(row.width)), ("PCL_TILE", str(row.tile_pixels)),
+                           ("PCL_VECTORS", str(row.tile_vectors)),
                            ("CYTHON_INLINE", "inline __attribute__((always_inline, unused))")],
             extra_compile_args=[*optimisation_flags(), "-fopenmp", "-Wno-unused-function", *row.flags],
             extra_link_args=["-fopenmp"],

@@ -39,30 +39,30 @@ def bound_by(traffic: float, flop: float, balance: float) -> str:
 def conv_traffic(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> int:
     """Bytes of the forward pass; for the input gradient `shape` is `blocking.gradient_shape`.
 
-    A job is (image or tile of images, pair of output vectors, rows), in this order.
+    A job is (image or tile of images, panel of output vectors, rows), in this order.
     """
     x, weights, y = _arrays(shape, machine)
-    pairs = ceil(ceil(shape.K / machine.width) / machine.tile[0])
+    panels = ceil(ceil(shape.K / machine.width) / machine.tile[0])
     units = ceil(shape.N / machine.tile[1]) if blocking.across_images else shape.N
     lanes = shape.lanes or machine.width
     passes = 2 * ceil(ceil(shape.C / lanes) / blocking.c_blocks) - 1  # each sum but the first is read and written
     row = FLOAT * shape.Q * machine.tile[0] * machine.width * (machine.tile[1] if blocking.across_images else 1)
-    x_reads = 1 if 2 * x <= units * machine.l2 else pairs
+    x_reads = 1 if 2 * x <= units * machine.l2 else panels
     x_reads += 2 * blocking.across_images  # packed: read and written once more
     weight_reads = 1 if 2 * weights <= machine.l2 else units
     return x * x_reads + weights * weight_reads + y * (1 if 2 * row * blocking.rows <= machine.l2 else passes)
 
 
 def weight_grad_traffic(shape: ConvShape, machine: Machine, blocking: WeightGradBlocking) -> int:
-    """Bytes of the weight gradient. A job is (copy, pair of output vectors, input channel blocks), over its images."""
+    """Bytes of the weight gradient. A job is (copy, panel of output vectors, input channel blocks), over its images."""
     x, weights, y = _arrays(shape, machine)
-    pairs = ceil(ceil(shape.K / machine.width) / machine.tile[0])
+    panels = ceil(ceil(shape.K / machine.width) / machine.tile[0])
     groups = ceil(ceil(shape.C / (shape.lanes or machine.width)) / blocking.c_blocks)
     copies = max(min(blocking.copies, shape.N), 1)
     if 2 * (x + y) <= copies * machine.l2:
-        pairs = groups = 1  # the images of a copy stay
+        panels = groups = 1  # the images of a copy stay
     packed = 2 * (x + y) if blocking.across_images else 0
-    return x * pairs + y * groups + packed + weights * (3 * copies - 2)  # copies: written, read, added
+    return x * panels + y * groups + packed + weights * (3 * copies - 2)  # copies: written, read, added
 
 
 def winograd_traffic(shape: ConvShape, machine: Machine, blocking: WinogradBlocking, weight_grad: bool = False) -> int:
@@ -93,13 +93,13 @@ def linear_traffic(
 ) -> int:
     """Bytes of the forward pass or the weight gradient of a fully connected layer; arguments as of `blocking.linear`.
 
-    A job is a group of pairs of vectors. It reads all of the packed array (summed x tiled) and its part of the other
+    A job is a group of panels of vectors. It reads all of the packed array (summed x tiled) and its part of the other
     one. Of its sums, those of one visit stay in the weight gradient, which completes them before it goes on; in the
     forward pass all of them must, or are read and written at each visit.
     """
     outputs = vectors * machine.width
     packed, other, sums = FLOAT * summed * tiled, FLOAT * summed * outputs, FLOAT * tiled * outputs
-    jobs = max(ceil(vectors / machine.tile[0] / blocking.pairs), 1)
+    jobs = max(ceil(vectors / machine.tile[0] / blocking.panels), 1)
     packed_reads = 2 + (1 if 2 * packed <= machine.l2 else jobs)  # packing reads and writes
     if weight_grad:
         blocks_of_tiles = ceil(tiled / machine.tile[1] / blocking.tiles)
@@ -117,7 +117,7 @@ def linear_input_grad_traffic(
     visit of `blocking.tiles` vectors of samples; its sums stay.
     """
     packed = FLOAT * ceil(samples / machine.width) * machine.width * outputs
-    jobs = max(ceil(features / machine.width / blocking.pairs), 1)
+    jobs = max(ceil(features / machine.width / blocking.panels), 1)
     packed_reads = 2 + (1 if 2 * packed <= machine.l2 else jobs)  # packing reads and writes
     visits = max(ceil(samples / machine.width / blocking.tiles), 1)
     return packed * packed_reads + FLOAT * features * (outputs * visits + samples)

@@ -57,7 +57,7 @@ class LinearBlocking(NamedTuple):
 
     depth: int  # what a visit sums: features (forward), outputs (input gradient) or samples (weight gradient)
     tiles: int  # register tiles of a visit: of samples (weight gradient: features; input gradient: vectors of samples)
-    pairs: int  # most pairs of vectors of outputs that a job handles (input gradient: blocks of features)
+    panels: int  # most panels of output vectors that a job handles (input gradient: blocks of features)
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> We
     """
     width = machine.width
     lanes = shape.lanes or width
-    in_blocks, pairs = ceil(shape.C / lanes), ceil(ceil(shape.K / width) / 2)
-    filter_bytes = FLOAT * pairs * 2 * width * in_blocks * lanes * shape.R * shape.S
-    copies = min(ceil(ENOUGH_JOBS / (pairs * in_blocks)), max(shape.N, 1), 1 + MOST_COPY_BYTES // filter_bytes)
+    in_blocks, panels = ceil(shape.C / lanes), ceil(ceil(shape.K / width) / machine.tile[0])
+    filter_bytes = FLOAT * ceil(shape.K / width) * width * in_blocks * lanes * shape.R * shape.S
+    copies = min(ceil(ENOUGH_JOBS / (panels * in_blocks)), max(shape.N, 1), 1 + MOST_COPY_BYTES // filter_bytes)
     images = max(shape.N // copies, 1)
 
     def best(bands, across, threads):
-        most = max(min(in_blocks, pairs * in_blocks * copies // (8 * threads), 8), 1)
+        most = max(min(in_blocks, panels * in_blocks * copies // (8 * threads), 8), 1)
         candidates = product(bands, across, sorted({1, ceil(most / 4), ceil(most / 2), most}))
         return min(candidates, key=lambda c: _weight_grad_cycles(shape, machine, images, *c))
 
@@ -184,7 +184,7 @@ def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
 
 @lru_cache(maxsize=1024)
 def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) -> tuple[float, int, int]:
-    """(cycles per summed channel, register tiles, segments) of one pair of output vectors."""
+    """(cycles per summed channel, register tiles, segments) of one panel of output vectors."""
     rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
     if not across_images:
         cycles, segments = _row_cycles(shape, machine)
@@ -198,7 +198,7 @@ def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) ->
 
 
 def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> float:
-    """Modelled cycles of one pair of output vectors: compute, tile starts, and bytes between caches."""
+    """Modelled cycles of one panel of output vectors: compute, tile starts, and bytes between caches."""
     lanes, (vectors, tile) = shape.lanes or machine.width, machine.tile
     in_blocks = ceil(shape.C / lanes)
     c_blocks, across, _ = blocking
@@ -216,8 +216,8 @@ def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) 
     if weights + rows > machine.l2 // 4:
         cycles += FLOAT * inputs * rereads / L3_BYTES
     if across:
-        pairs = ceil(ceil(shape.K / machine.width) / vectors)
-        return cycles + tiles * groups * vectors * tile * LINE_ACROSS + PACK * inputs / pairs
+        panels = ceil(ceil(shape.K / machine.width) / vectors)
+        return cycles + tiles * groups * vectors * tile * LINE_ACROSS + PACK * inputs / panels
     lines = 1 + min(tile, shape.Q) * shape.stride[1] * lanes * FLOAT / 64
     return cycles + tiles * in_blocks * shape.R * lines * LINE_IN_ROW
 
@@ -225,10 +225,13 @@ def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) 
 def _weight_grad_cycles(
     shape: ConvShape, machine: Machine, images: int, band: int, across: bool, c_blocks: int
 ) -> float:
-    """Modelled cycles of one pair of output vectors and one input channel block over `images` images."""
+    """Modelled cycles of one panel of output vectors and one input channel block over `images` images."""
     vectors, tile = machine.tile
     lanes = shape.lanes or machine.width
-    cuts = _cut(shape.S * lanes, tile)
+    if lanes < tile:  # tiles take whole filter columns, or lie within one
+        cuts = [lanes * tap for tap in _cut(shape.S, tile // lanes)]
+    else:
+        cuts = [lanes * tap + cut for tap in range(shape.S) for cut in _cut(lanes, tile)[:-1]] + [lanes * shape.S]
     tiles = shape.R * (len(cuts) - 1)
     rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
     columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
@@ -251,15 +254,16 @@ def _weight_grad_cycles(
     compute = max(steps * sum(rows) * images, visits * from_l2 / (2 * L2_BYTES))
     cycles = compute + visits * (from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * SEGMENT_START)
     if across:
-        pairs, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)
+        panels, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)
         inputs, outputs = lanes * shape.H * shape.W, vectors * machine.width * shape.P * shape.Q
-        cycles += PACK * images * (inputs / pairs + outputs / in_blocks)
+        cycles += PACK * images * (inputs / panels + outputs / in_blocks)
     return cycles
 
 
 # --- fully connected layers ---------------------------------------------------------------------------------------
 
 MOST_FEATURE_BLOCKS = 64  # of a job: tiles of any width are full by then
+GRADIENT_SAMPLES = 128  # of a visit of the input gradient: weights are read anew for each, sums stay (measured)
 SUMS = 65536  # of a job of the input gradient: the kernel has no more room [elements]
 
 
@@ -276,8 +280,8 @@ def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int
     per_tile, tile = machine.tile
     # In L2, not in L1: it is partial sums that cost, 3 to 7 % of a pass where they go to memory four times as often.
     depth = min(_linear_depth(machine, machine.l2 // 8), max(ceil(summed / machine.width), 1) * machine.width)
-    pairs = equal_sizes(max(ceil(vectors / per_tile), 1))
-    candidates = [LinearBlocking(depth, *c) for c in product(equal_sizes(max(ceil(tiled / tile), 1)), pairs)]
+    panels = equal_sizes(max(ceil(vectors / per_tile), 1))
+    candidates = [LinearBlocking(depth, *c) for c in product(equal_sizes(max(ceil(tiled / tile), 1)), panels)]
     fitting = [c for c in candidates if _linear_block(machine, c) <= machine.l2 // 2] or candidates[:1]
     tiled = max(tiled, 1)  # a rank may have no images
     compute = summed * sum(_step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))
@@ -285,8 +289,8 @@ def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int
     def cycles(cut):  # of the thread with most jobs
         from_l2, from_l3 = _linear_bytes(summed, tiled, machine, cut)
         starts = ceil(summed / cut.depth) * ceil(tiled / tile) * TILE_START
-        job = cut.pairs * (compute + starts + from_l2 / L2_BYTES) + from_l3 / L3_BYTES
-        return ceil(ceil(vectors / per_tile / cut.pairs) / threads) * job
+        job = cut.panels * (compute + starts + from_l2 / L2_BYTES) + from_l3 / L3_BYTES
+        return ceil(ceil(vectors / per_tile / cut.panels) / threads) * job
 
     return min(fitting, key=cycles)
 
@@ -304,13 +308,13 @@ def _linear_depth(machine: Machine, room: int) -> int:
 def linear_input_grad(samples: int, features: int, machine: Machine, threads: int = 1) -> LinearBlocking:
     """Blocking of the input gradient, whose vectors run over samples and whose tiles run over features.
 
-    As many vectors of samples as leave their gradients in a quarter of L2; then the number of feature blocks whose
-    tiles are full and whose jobs come out even among the threads.
+    Few samples at a time, so that many features fit a job, and no more than leave their gradients in a quarter of L2;
+    then the number of feature blocks whose tiles are full and whose jobs come out even among the threads.
     """
     width, tile = machine.width, machine.tile[1]
     depth = _linear_depth(machine, machine.l1)
-    vectors = max(machine.l2 // 4 // (FLOAT * depth * width) // 2 * 2, 2)
-    vectors = min(vectors, ceil(max(samples, 1) / width))
+    most = max(machine.l2 // 4 // (FLOAT * depth * width) // machine.tile[0], 1) * machine.tile[0]
+    vectors = min(ceil(min(max(samples, 1), GRADIENT_SAMPLES) / width), most)
     blocks = max(features // width, 1)
 
     def cycles(size):  # of the thread with most jobs, for one step of the sum
@@ -324,14 +328,14 @@ def linear_input_grad(samples: int, features: int, machine: Machine, threads: in
 
 
 def _linear_block(machine: Machine, blocking: LinearBlocking) -> int:
-    """Working set of a visit [byte]: packed samples, weights and sums of all pairs of a job."""
-    depth, tiles, pairs = blocking
-    samples, outputs = tiles * machine.tile[1], pairs * machine.tile[0] * machine.width
+    """Working set of a visit [byte]: packed samples, weights and sums of all panels of a job."""
+    depth, tiles, panels = blocking
+    samples, outputs = tiles * machine.tile[1], panels * machine.tile[0] * machine.width
     return FLOAT * (samples * depth + outputs * depth + samples * outputs)
 
 
 def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlocking) -> tuple[int, int]:
-    """Bytes that pass from L2 to L1 for a pair of vectors, and from L3 to L2 for a job beside its weights."""
+    """Bytes that pass from L2 to L1 for a panel, and from L3 to L2 for a job beside its weights."""
     outputs = machine.tile[0] * machine.width
     weights = outputs * summed * ceil(tiled / machine.tile[1] / blocking.tiles)  # for each block of tiles anew
     sums = tiled * outputs * (2 * ceil(summed / blocking.depth) - 1)

@@ -118,7 +118,7 @@ def test_a12_threads_do_not_change_a_bit(target, case):
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_blocking_does_not_change_a_bit(target, case):
-    """Depth (of the input gradient a multiple of every SIMD width), tiles, pairs: small ones, and larger than all."""
+    """Depth (of the input gradient a multiple of every SIMD width), tiles, panels: small ones, and larger than all."""
     b = target.SIMD_WIDTH
     cuts = (None, (16, 1, 1), (48, 3, 2), (1024 // b, 1000, 4))
     results = [run(target, case, logical_arrays(case), b, threads=2, blocking=cut) for cut in cuts]
@@ -131,7 +131,7 @@ def test_blocking_does_not_change_a_bit(target, case):
 )
 def test_blocking_is_checked(target, blocking):
     case = FullyConnected("small", 2, 8, 8)
-    with pytest.raises(ValueError, match=r"blocking is .*wanted \(depth, tiles, pairs\)"):
+    with pytest.raises(ValueError, match=r"blocking is .*wanted \(depth, tiles, panels\)"):
         run(target, case, logical_arrays(case), target.SIMD_WIDTH, blocking=blocking)
 
 

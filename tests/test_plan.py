@@ -195,7 +195,8 @@ def test_memory_of_a_rank():
     assert four.images == 16
     assert four.memory["parameters"] == one.memory["parameters"]
     assert four.memory["momentum of the owned shard"] == pytest.approx(one.memory["parameters"] / 4, rel=1e-6)
-    assert four.memory["activations and scratch"] == pytest.approx(one.memory["activations and scratch"] / 4, rel=0.02)
+    # not exactly a quarter: whether a layer packs its input depends on the images
+    assert four.memory["activations and scratch"] == pytest.approx(one.memory["activations and scratch"] / 4, rel=0.1)
     split = models.vgg_a().plan(64, 4)  # fully connected layers on grids: most weights only once
     assert split.memory["parameters"] < 0.4 * four.memory["parameters"]
     assert split.memory["momentum of the owned shard"] == pytest.approx(one.memory["parameters"] / 4, rel=0.01)

@@ -8,9 +8,9 @@
 #    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the
 #    image: one call for all of its rows and input channels).
 # c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`). The latter
-#    packs the input by tiles of images, (tiles, CB, H, W, b, TILE), in one pass over it (`pack_samples`); then every
+#    packs the input by tiles of images, (tiles, CB, H, W, b, width), in one pass over it (`pack_samples`); then every
 #    tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
-# d. A job is (image or tile of images, pair of output channel blocks, band of rows). It runs over `c_blocks` input
+# d. A job is (image or tile of images, panel of output channels, band of rows). It runs over `c_blocks` input
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
 # e. Weight gradient: conv_weight_grad.pxi.
 
@@ -100,19 +100,39 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
                 c.tiles[t].segments += 1
 
 
-cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
-                           int width, Py_ssize_t row, int t, bint two) noexcept nogil:
-    """One register tile: `width` pixels of output row `row`, channel blocks k and k + 1, inputs cb0..cb1."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
+cdef void fill_tile(float* y, Py_ssize_t yp, Py_ssize_t yv, int width, Py_ssize_t vectors,
+                    const float* bias) noexcept nogil:
+    """Start every pixel from the bias of its channels, or from zero when there is none."""
+    cdef Py_ssize_t v
+    cdef int p
+    cdef vec value
+    for v in range(vectors):
+        value = zero() if bias == NULL else load(bias + v * b)
+        for p in range(width):
+            store(y + v * yv + p * yp, value)
+
+
+cdef void relu_tile(float* y, Py_ssize_t yp, Py_ssize_t yv, int width, Py_ssize_t vectors) noexcept nogil:
+    cdef Py_ssize_t v
+    cdef int p
+    for v in range(vectors):
+        for p in range(width):
+            store(y + v * yv + p * yp, vrelu(load(y + v * yv + p * yp)))
+
+
+cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
+                    int width, Py_ssize_t row, int t, Py_ssize_t vectors) noexcept nogil:
+    """One register tile: `width` pixels of output row `row`, `vectors` channel blocks from k on, inputs cb0..cb1."""
     cdef ColumnTile* tile = c.tiles + t
-    cdef Segment* segments = c.segments + t * c.cols.taps
-    cdef Segment* seg
+    cdef Segment* seg = c.segments + t * c.cols.taps
+    cdef const float* bias = NULL if c.bias == NULL else c.bias + k * b
     cdef Py_ssize_t xp = 1 if c.across_images else c.cols.in_step * c.x_column
     cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
     cdef Py_ssize_t tap_size = c.lanes * b
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
+    cdef bint relu = c.relu and cb1 == c.in_blocks
     cdef Reduction over
+    cdef Ends ends
     cdef int g
     cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
         + (c.cols.out0 + tile.first * c.cols.out_step) * b
@@ -120,58 +140,48 @@ cdef inline void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize
         + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.x_column
     cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
         + c.cols.w0 * tap_size
-    if cb0 == 0:
-        tile_fill(a0, a1, NULL if c.bias == NULL else c.bias + k * b, two)
-    else:
-        tile_load(a0, a1, width, y, yp, c.y_block, two)
     over.x0, over.w0 = c.x_lane, b
-    over.n1, over.x1, over.w1 = r1 - r0, c.x_row, c.rows.w_step * c.w_row
+    over.n1, over.x1, over.w1 = max(r1 - r0, 0), c.x_row, c.rows.w_step * c.w_row
     over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
     over.ahead = 0 if c.across_images else width * xp
+    over.next = NULL
+    ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False, relu=False)
+    if tile.segments == 1 and seg.lo == 0 and (c.across_images or seg.hi == width):
+        ends.relu = relu
+        if cb0 == 0:
+            ends.start, ends.start_p, ends.start_v = bias, 0, b
+    elif cb0 == 0:
+        fill_tile(y, yp, c.y_block, width, vectors, bias)
     for g in range(tile.segments):
-        seg = segments + g
         over.n0 = seg.taps * c.lanes
-        run(seg.lo, width if c.across_images else seg.hi, a0, a1, x + seg.tap * c.x_column, xp,
-            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, two, False)
-    tile_store(a0, a1, width, y, yp, c.y_block, c.relu and cb1 == c.in_blocks, two)
-
-
-cdef void conv_tile_two(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
-                        int width, Py_ssize_t row, int t) noexcept nogil:
-    conv_tile(c, cb0, cb1, k, image, n, width, row, t, True)
-
-
-cdef void conv_tile_one(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
-                        int width, Py_ssize_t row, int t) noexcept nogil:
-    conv_tile(c, cb0, cb1, k, image, n, width, row, t, False)
+        run(seg.lo, width if c.across_images else seg.hi, &ends, x + seg.tap * c.x_column, xp,
+            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, vectors)
+        seg += 1
+    if relu and not ends.relu:
+        relu_tile(y, yp, c.y_block, width, vectors)
 
 
 cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0,
                    Py_ssize_t row1) noexcept nogil:
-    """Blocks k, k + 1 of rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
-    cdef Py_ssize_t cb0, cb1, row
+    """The panel from block k on, rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
+    cdef Py_ssize_t cb0 = 0, cb1, row, vectors = min(VECTORS, c.out_blocks - k)
     cdef int t
-    cdef bint two = k + 1 < c.out_blocks
-    cb0 = 0
     while cb0 < c.in_blocks:
         cb1 = min(cb0 + c.c_blocks, c.in_blocks)
         for row in range(row0, row1):
             for t in range(c.n_tiles):
-                if two:
-                    conv_tile_two(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t)
-                else:
-                    conv_tile_one(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t)
+                conv_tile(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t, vectors)
         cb0 = cb1
 
 
 cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
     """All jobs of a pass. Bands of rows keep a job's outputs in L2 and add parallelism; they change no sum."""
     cdef int image_tiles = tiles_of(c.images) if c.across_images else <int>c.images
-    cdef Py_ssize_t pairs = (c.out_blocks + 1) // 2
-    cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * pairs - 1) // (image_tiles * pairs),
+    cdef Py_ssize_t panels = panels_of(c.out_blocks)
+    cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * panels - 1) // (image_tiles * panels),
                                     (c.rows.count - 1) // c.band + 1), c.rows.count)
-    cdef Py_ssize_t job, jobs = image_tiles * pairs * bands
-    cdef Py_ssize_t image, band, pair, n
+    cdef Py_ssize_t job, jobs = image_tiles * panels * bands
+    cdef Py_ssize_t image, band, panel, n
     c.n_tiles = <int>c.cols.count if c.across_images else tiles_of(c.cols.count)
     c.tiles = <ColumnTile*>malloc(c.n_tiles * sizeof(ColumnTile))
     c.segments = <Segment*>malloc(c.n_tiles * c.cols.taps * sizeof(Segment) + 1)
@@ -182,12 +192,12 @@ cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
             raise MemoryError("conv2d: no memory for the table of column tiles")
     plan_columns(c)
     for job in prange(jobs, num_threads=num_threads, schedule="static"):
-        image = job // (pairs * bands)
-        pair = job // bands % pairs
+        image = job // (panels * bands)
+        panel = job // bands % panels
         band = job % bands
         n = tile_start(c.images, image_tiles, <int>image) if c.across_images else image
         conv_job(c, image, n, <int>(tile_start(c.images, image_tiles, <int>image + 1) - n) if c.across_images else 1,
-                 2 * pair, c.rows.count * band // bands, c.rows.count * (band + 1) // bands)
+                 VECTORS * panel, c.rows.count * band // bands, c.rows.count * (band + 1) // bands)
     free(c.tiles)
     free(c.segments)
     return 0
@@ -249,7 +259,7 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
     c.relu = relu
     c.c_blocks, c.across_images, c.band = checks.blocking(blocking, (x.shape[1], False, y.shape[2]),
                                                           checks.CONV_BLOCKING)
-    scratch = scratch_of(scratch, tiles_of(N) * TILE * (size // N) if c.across_images else 0)
+    scratch = scratch_of(scratch, packed_size(N, size // N) if c.across_images else 0)
     conv_arrays(&c, &x[0, 0, 0, 0, 0], x.shape, &weight[0, 0, 0, 0, 0, 0], weight.shape, &y[0, 0, 0, 0, 0], y.shape,
                 start_of(scratch))
     with nogil:
@@ -265,7 +275,7 @@ cdef void conv_arrays(ConvPass* c, const float* x, const Py_ssize_t* xs, const f
     c.images, c.in_blocks, c.out_blocks, c.lanes = xs[0], xs[1], ys[1], xs[4]
     c.x_lane = 1
     if c.across_images:
-        c.x, c.x_lane = packed, TILE
+        c.x, c.x_lane = packed, tile_pitch(xs[0])
     c.x_column = xs[4] * c.x_lane
     c.x_row = xs[3] * c.x_column
     c.x_block = xs[2] * c.x_row
@@ -321,7 +331,7 @@ def conv2d_input_grad(const float[:, :, :, :, ::1] dy,               # IN   (N, 
     c.relu = False
     c.c_blocks, c.across_images, c.band = checks.blocking(blocking, (dy.shape[1], False, dx.shape[2]),
                                                           checks.CONV_BLOCKING)
-    scratch = scratch_of(scratch, tiles_of(N) * TILE * (size // N) if c.across_images else 0)
+    scratch = scratch_of(scratch, packed_size(N, size // N) if c.across_images else 0)
     conv_arrays(&c, &dy[0, 0, 0, 0, 0], dy.shape, &weight_t[0, 0, 0, 0, 0, 0], weight_t.shape, &dx[0, 0, 0, 0, 0],
                 dx.shape, start_of(scratch))
     if c.across_images:

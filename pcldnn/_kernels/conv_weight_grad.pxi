@@ -1,9 +1,10 @@
 # Weight gradient of the direct convolution.
 #
-# a. A register tile is 2 vectors of k times TILE positions of the flattened (filter column, input channel) run, which
-#    is contiguous in x and in dweight alike: dweight[k, c, r, j] += sum over pixels of dy[k, pixel] x[pixel, j]. What
-#    the sum runs over, pixels of a row, rows and images, is inside the micro-kernel.
+# a. A register tile is a panel of k times positions of the flattened (filter column, input channel) run, which is
+#    contiguous in x and in dweight alike: dweight[k, c, r, j] += sum over pixels of dy[k, pixel] x[pixel, j]. What the
+#    sum runs over, pixels of a row, rows and images, is inside the micro-kernel.
 # b. Positions that a pixel's padding cuts off are left out: columns with the same range of positions make one call.
+#    Tiles take whole filter columns or lie within one: few tiles are cut off in part, none where lanes fill a vector.
 # c. Rows are taken in bands that stay in cache while all filter rows and positions pass over them.
 # d. Where images are small the innermost sum runs across images (`across_images`): x is transposed to have images
 #    innermost, dy copied to (KB, P, Q, N, b), and every stream is contiguous again.
@@ -32,13 +33,12 @@ cdef inline void tap_range(WeightGradPass* g, Py_ssize_t q, Py_ssize_t j0, int w
     hi[0] = <int>min(max(last - j0, 0), width)
 
 
-cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                                  Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width,
-                                  bint two) noexcept nogil:
+cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
+                           Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width,
+                           Py_ssize_t vectors) noexcept nogil:
     """Add to `width` rows of dw from j0 on (filter row r) what rows p0..p1 of `images` images give."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
     cdef Reduction over
+    cdef Ends ends
     cdef Py_ssize_t q, q1
     cdef Py_ssize_t dw_block = g.in_blocks * g.R * g.S * g.lanes * b
     cdef Py_ssize_t step = g.stride_w * g.x_column
@@ -49,10 +49,11 @@ cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float
     if p0 >= p1:
         return
     dw += j0 * b
-    tile_load(a0, a1, width, dw, b, dw_block, two)
+    ends = Ends(start=dw, start_p=b, start_v=dw_block, out=dw, out_p=b, out_v=dw_block, add=False, relu=False)
     x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + j0 * g.x_lane
     dy += p0 * g.dy_row
     over.ahead = 0
+    over.next = NULL
     q = 0
     while q < g.Q:
         tap_range(g, q, j0, width, &lo, &hi)
@@ -71,27 +72,27 @@ cdef inline void weight_grad_tile(WeightGradPass* g, const float* x, const float
             over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
             over.n2, over.x2, over.w2 = 1, 0, 0
         if lo < hi:
-            run(lo, hi, a0, a1, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, two, False)
+            run(lo, hi, &ends, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, vectors)
         q = q1
-    tile_store(a0, a1, width, dw, b, dw_block, False, two)
 
 
-cdef void weight_grad_tile_two(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                               Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width) noexcept nogil:
-    weight_grad_tile(g, x, dy, dw, images, p0, p1, r, j0, width, True)
+cdef inline Py_ssize_t run_tiles(WeightGradPass* g) noexcept nogil:
+    """Number of tiles of a (filter column, channel) run: decision b."""
+    return (g.S + TILE // g.lanes - 1) // (TILE // g.lanes) if g.lanes < TILE else g.S * tiles_of(g.lanes)
 
 
-cdef void weight_grad_tile_one(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                               Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width) noexcept nogil:
-    weight_grad_tile(g, x, dy, dw, images, p0, p1, r, j0, width, False)
+cdef inline Py_ssize_t run_start(WeightGradPass* g, Py_ssize_t tiles, Py_ssize_t t) noexcept nogil:
+    """First position of tile t of a run."""
+    cdef int parts = tiles_of(g.lanes)
+    if g.lanes < TILE:
+        return tile_start(g.S, <int>tiles, <int>t) * g.lanes
+    return t // parts * g.lanes + tile_start(g.lanes, parts, <int>(t % parts))
 
 
 cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_t images, Py_ssize_t k, Py_ssize_t c0,
                            Py_ssize_t c1, Py_ssize_t p0, Py_ssize_t p1) noexcept nogil:
-    """Rows p0..p1 of `images` images from n on, into channel blocks k, k + 1 and c0..c1 of dw."""
-    cdef Py_ssize_t run_length = g.S * g.lanes
-    cdef int t, tiles = tiles_of(run_length)
-    cdef Py_ssize_t c, r, j0
+    """Rows p0..p1 of `images` images from n on, into the panel from block k on and blocks c0..c1 of dw."""
+    cdef Py_ssize_t t, tiles = run_tiles(g), c, r, j0, vectors = min(VECTORS, g.out_blocks - k)
     cdef const float* dy = g.dy + n * g.dy_image + k * g.dy_block
     cdef const float* x
     cdef float* dw_row
@@ -99,14 +100,11 @@ cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_
     for c in range(c0, c1):
         x = g.x + n * g.x_image + c * g.x_block
         for r in range(g.R):
-            dw_row = dw + ((k * g.in_blocks + c) * g.R + r) * run_length * b
+            dw_row = dw + ((k * g.in_blocks + c) * g.R + r) * g.S * g.lanes * b
             for t in range(tiles):
-                j0 = tile_start(run_length, tiles, t)
-                width = <int>(tile_start(run_length, tiles, t + 1) - j0)
-                if k + 1 < g.out_blocks:
-                    weight_grad_tile_two(g, x, dy, dw_row, images, p0, p1, r, j0, width)
-                else:
-                    weight_grad_tile_one(g, x, dy, dw_row, images, p0, p1, r, j0, width)
+                j0 = run_start(g, tiles, t)
+                width = <int>(run_start(g, tiles, t + 1) - j0)
+                weight_grad_tile(g, x, dy, dw_row, images, p0, p1, r, j0, width, vectors)
 
 
 cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_ssize_t c0,
@@ -116,7 +114,7 @@ cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_s
     cdef Py_ssize_t block = g.R * g.S * g.lanes * b
     cdef Py_ssize_t n0 = g.images * copy // g.n_copies, n1 = g.images * (copy + 1) // g.n_copies
     cdef Py_ssize_t n, p, kk, images
-    for kk in range(k, min(k + 2, g.out_blocks)):
+    for kk in range(k, min(k + VECTORS, g.out_blocks)):
         memset(dw + (kk * g.in_blocks + c0) * block, 0, (c1 - c0) * block * sizeof(float))
     n = n0
     while n < n1:
@@ -129,10 +127,10 @@ cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_s
 
 
 cdef void weight_grad_pass(WeightGradPass* g, int num_threads) noexcept nogil:
-    cdef Py_ssize_t pairs = (g.out_blocks + 1) // 2, groups = (g.in_blocks + g.c_blocks - 1) // g.c_blocks
+    cdef Py_ssize_t panels = panels_of(g.out_blocks), groups = (g.in_blocks + g.c_blocks - 1) // g.c_blocks
     cdef Py_ssize_t job, i, copy, chunks = (g.dw_size + 4095) // 4096
-    for job in prange(g.n_copies * pairs * groups, num_threads=num_threads, schedule="static"):
-        weight_grad_job(g, job // (pairs * groups), 2 * (job // groups % pairs), job % groups * g.c_blocks,
+    for job in prange(g.n_copies * panels * groups, num_threads=num_threads, schedule="static"):
+        weight_grad_job(g, job // (panels * groups), VECTORS * (job // groups % panels), job % groups * g.c_blocks,
                         min((job % groups + 1) * g.c_blocks, g.in_blocks))
     if g.n_copies > 1:
         for job in prange(chunks, num_threads=num_threads, schedule="static"):

@@ -23,6 +23,7 @@ from pcldnn._kernels import checks
 cdef extern from "simd.h" nogil:
     const int b "PCL_WIDTH"
     const int TILE "PCL_TILE"
+    const int VECTORS "PCL_VECTORS"
     ctypedef float vec
     ctypedef int ivec
     vec load "vec_load"(const float* p)

@@ -4,85 +4,79 @@
 # b. The input gradient sums over k, so weights are what it broadcasts, and its vectors run over samples: no weight is
 #    ever transposed, only dy before and dx after, which are small.
 # c. The activations, a few per cent of the bytes, are packed once per call in the order in which register tiles read
-#    them: TILE samples (or TILE features) innermost. Every stream of the micro-kernel is then contiguous, and rows of
+#    them: the samples (or features) of a tile innermost. Every stream of the micro-kernel is then contiguous, and rows of
 #    4096 floats, a multiple of the cache's set span, cannot evict one another.
-# d. Loops: chunk of the summed dimension, block of samples (what a visit of the two needs stays in L2), pair of
+# d. Loops: chunk of the summed dimension, block of samples (what a visit of the two needs stays in L2), panel of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk.
 # e. While a tile is computed, the micro-kernel asks for the weights that come next (`Ahead` in tile.pxi).
-# f. A job is a group of at most `pairs` pairs of vectors, in the input gradient of that many blocks of features. Sums
+# f. A job is a group of at most `panels` panels, in the input gradient of that many blocks of features. Sums
 #    depend neither on how these are grouped nor on the blocking.
 
 cdef enum:
     SUMS = 65536             # most sums of a job of the input gradient: they lie on a thread's stack [elements]
 
+cdef extern from *:
+    """
+    #define PCL_PANEL (PCL_VECTORS * PCL_WIDTH)
+    """
+    const int PANEL "PCL_PANEL"     # outputs of a panel
+
 
 cdef struct LinearBlocks:    # how a pass is cut, its `blocking`: pcldnn.blocking.LinearBlocking explains the fields
     Py_ssize_t depth
     int tiles
-    Py_ssize_t pairs
+    Py_ssize_t panels
 
 
 cdef LinearBlocks linear_blocks(blocking, Py_ssize_t depth, Py_ssize_t tiles) except *:
-    """Checked, and cut to the sizes of the pass: `depth` to be summed, `tiles` at most. Default: all, and 1 pair."""
+    """Checked, and cut to the sizes of the pass: `depth` to be summed, `tiles` at most. Default: all, and 1 panel."""
     cdef Py_ssize_t most = max(depth, 1)
-    got, wanted, pairs = checks.blocking(blocking, (most, max(tiles, 1), 1), checks.LINEAR_BLOCKING)
+    got, wanted, panels = checks.blocking(blocking, (most, max(tiles, 1), 1), checks.LINEAR_BLOCKING)
     return LinearBlocks(depth=min(<Py_ssize_t>got, most), tiles=<int>min(<Py_ssize_t>wanted, max(tiles, 1)),
-                        pairs=pairs)
+                        panels=panels)
 
 
 def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
     """Elements of the scratch array that any pass of a layer of F features and K outputs needs [elements]."""
-    forward, input_grad = tiles_of(N) * TILE * F, (N + b - 1) // b * b * K
-    weight_grad = N * (tiles_of(F) * TILE + K + b)  # K: pairs of blocks, the last one perhaps with one block
+    forward, input_grad = packed_size(N, F), (N + b - 1) // b * b * K
+    weight_grad = packed_size(F, N) + panels_of(K // b) * PANEL * N
     return max(forward, input_grad, weight_grad)
 
 
 cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
-    """x (N, F) to (tiles of features, N, TILE)."""
+    """x (N, F) to (tiles of features, N, tile_pitch(F))."""
     cdef int t, tiles = tiles_of(F)
-    cdef Py_ssize_t n, p, first, width
+    cdef Py_ssize_t n, p, first, width, pitch = tile_pitch(F)
     for t in prange(tiles, num_threads=num_threads, schedule="static"):
         first = tile_start(F, tiles, t)
         width = tile_start(F, tiles, t + 1) - first
         for n in range(N):
             for p in range(width):
-                packed[(t * N + n) * TILE + p] = x[n * F + first + p]
+                packed[(t * N + n) * pitch + p] = x[n * F + first + p]
 
 
-cdef inline void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
-                              int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
-                              bint first, bint relu, Ahead* ahead, bint two) noexcept nogil:
-    """Tiles t0..t1 of samples of y's pair of vectors += sum over f0..f1 of x w, or = bias + that when `first`."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    cdef Reduction over = one_loop(f1 - f0, TILE, b)
+cdef void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0, int t1,
+                       const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias, bint first,
+                       bint relu, Ahead* ahead, Py_ssize_t vectors) noexcept nogil:
+    """Tiles t0..t1 of samples of y's panel += sum over f0..f1 of x w, or = bias + that when `first`."""
+    cdef Py_ssize_t n, pitch = tile_pitch(N)
+    cdef Reduction over = one_loop(f1 - f0, pitch, b)
+    cdef Ends ends = Ends(start=bias, start_p=0, start_v=b, out=NULL, out_p=y_row, out_v=b, add=False, relu=relu)
     cdef int t, width, tiles = tiles_of(N)
-    cdef Py_ssize_t n
     for t in range(t0, t1):
         n = tile_start(N, tiles, t)
         width = <int>(tile_start(N, tiles, t + 1) - n)
         fetch_part(ahead, t, &over)
-        if first:
-            tile_fill(a0, a1, bias, two)
-        else:
-            tile_load(a0, a1, width, y + n * y_row, y_row, b, two)
-        run(0, width, a0, a1, packed + (t * F + f0) * TILE, 1, w, wv, &over, two, True)
-        tile_store(a0, a1, width, y + n * y_row, y_row, b, relu, two)
-
-
-cdef void linear_tiles_of(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0,
-                          int t1, const float* w, Py_ssize_t wv, float* y, Py_ssize_t y_row, const float* bias,
-                          bint first, bint relu, Ahead* ahead, bint two) noexcept nogil:
-    if two:
-        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, True)
-    else:
-        linear_tiles(packed, N, F, f0, f1, t0, t1, w, wv, y, y_row, bias, first, relu, ahead, False)
+        ends.out = y + n * y_row
+        if not first:
+            ends.start, ends.start_p = ends.out, y_row
+        run(0, width, &ends, packed + (t * F + f0) * pitch, 1, w, wv, &over, vectors)
 
 
 cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
                         const float* bias, bint relu, float* y, Py_ssize_t k0, Py_ssize_t k1,
                         const LinearBlocks* cut) noexcept nogil:
-    """Output blocks k0..k1 (k0 even) of all samples."""
+    """Output blocks k0..k1 (k0 the start of a panel) of all samples."""
     cdef Py_ssize_t f0 = 0, f1, k
     cdef int t, tiles = tiles_of(N)
     cdef Ahead ahead
@@ -94,19 +88,19 @@ cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const f
             while k < k1:
                 ahead = weights_after(w, F, KB, f0, f1, k, k0, k1, cut.depth)
                 ahead.calls = tiles
-                linear_tiles_of(packed, N, F, f0, f1, t, min(t + cut.tiles, tiles), w + (k * F + f0) * b, F * b,
-                                y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
-                                &ahead, k + 1 < k1)
-                k += 2
+                linear_tiles(packed, N, F, f0, f1, t, min(t + cut.tiles, tiles), w + (k * F + f0) * b, F * b,
+                             y + k * b, KB * b, NULL if bias == NULL else bias + k * b, f0 == 0, relu and f1 == F,
+                             &ahead, min(VECTORS, k1 - k))
+                k += VECTORS
             t += cut.tiles
         f0 = f1
 
 
 cdef inline Ahead weights_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_ssize_t f0, Py_ssize_t f1,
                                 Py_ssize_t k, Py_ssize_t k0, Py_ssize_t k1, Py_ssize_t depth) noexcept nogil:
-    """The weights that follow features f0..f1 of the pair k: the next pair, chunk, or group."""
+    """The weights that follow features f0..f1 of the panel k: the next panel, chunk, or group."""
     cdef Py_ssize_t f = f0
-    k += 2
+    k += VECTORS
     if k >= k1 and f1 < F:
         f = f1
         k = k0
@@ -114,7 +108,8 @@ cdef inline Ahead weights_after(const float* w, Py_ssize_t F, Py_ssize_t KB, Py_
         f = 0
     if k >= KB:
         k = k0
-    return Ahead(start=w + (k * F + f) * b, distance=F * b, rows=min(2, KB - k), size=min(depth, F - f) * b, calls=1)
+    return Ahead(start=w + (k * F + f) * b, distance=F * b, rows=min(VECTORS, KB - k), size=min(depth, F - f) * b,
+                 calls=1)
 
 
 cdef void pack_vectors(const float* dy, Py_ssize_t N, Py_ssize_t K, float* packed, int num_threads) noexcept nogil:
@@ -138,38 +133,25 @@ cdef inline void pack_block(const float* dy, Py_ssize_t row, Py_ssize_t samples,
     transpose(block, b, packed)
 
 
-cdef inline void input_grad_tile(const float* packed, Py_ssize_t wv, const float* w, Py_ssize_t blocks, Py_ssize_t F,
-                                 int width, const float* next, Py_ssize_t next_step, float* sums, Py_ssize_t sums_v,
-                                 bint first, bint two) noexcept nogil:
-    """`width` features of two vectors of samples += sum over `blocks` blocks of outputs of w dy; = when `first`."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=blocks, x1=F * b, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
-                                    next=next, next_step=next_step, next1=F * b)
-    if first:
-        tile_fill(a0, a1, NULL, two)
-    else:
-        tile_load(a0, a1, width, sums, b, sums_v, two)
-    run(0, width, a0, a1, w, b, packed, wv, &over, two, True)
-    tile_store(a0, a1, width, sums, b, sums_v, False, two)
-
-
 cdef void input_grad_tiles(const float* packed, Py_ssize_t K, const float* w, Py_ssize_t blocks, Py_ssize_t F,
                            Py_ssize_t count, Py_ssize_t vectors, float* sums, bint first) noexcept nogil:
-    """All tiles of `count` features and pairs of `vectors` vectors of samples, over `blocks` blocks of outputs."""
+    """sums (vectors, count, b) of `vectors` vectors of samples += (= when `first`) w dy over `blocks` output blocks."""
     cdef int t, width, tiles = tiles_of(count)
-    cdef Py_ssize_t f, v, pairs = (vectors + 1) // 2, ahead
+    cdef Py_ssize_t f, v, panel, panels = panels_of(vectors)
+    cdef Ends ends = Ends(start=NULL, start_p=b, start_v=count * b, out=NULL, out_p=b, out_v=count * b, add=False,
+                          relu=False)
+    cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=blocks, x1=F * b, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
+                                    next=NULL, next_step=0, next1=F * b)
     for t in range(tiles):
         f = tile_start(count, tiles, t)
         width = <int>(tile_start(count, tiles, t + 1) - f)
-        for v in range(0, vectors, 2):
-            ahead = (f + width) * b + v // 2 * width * b // pairs
-            if v + 1 < vectors:
-                input_grad_tile(packed + v * K * b, K * b, w + f * b, blocks, F, width, w + ahead,
-                                (width + pairs - 1) // pairs, sums + (v * count + f) * b, count * b, first, True)
-            else:
-                input_grad_tile(packed + v * K * b, K * b, w + f * b, blocks, F, width, w + ahead,
-                                (width + pairs - 1) // pairs, sums + (v * count + f) * b, count * b, first, False)
+        over.next_step = (width + panels - 1) // panels
+        for panel in range(panels):
+            v = panel * VECTORS
+            over.next = w + (f + width) * b + panel * width * b // panels
+            ends.out = sums + (v * count + f) * b
+            ends.start = NULL if first else ends.out
+            run(0, width, &ends, w + f * b, b, packed + v * K * b, K * b, &over, min(VECTORS, vectors - v))
 
 
 cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
@@ -200,28 +182,24 @@ cdef void unpack_vectors(const float* sums, Py_ssize_t count, Py_ssize_t vectors
                 store(dx + (v * b + n) * F + f * b, load(block + n * b))
 
 
-cdef inline void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t n0, Py_ssize_t n1,
-                                   int t0, int t1, const float* dy, float* dw, Py_ssize_t wv, bint two) noexcept nogil:
-    """Tiles t0..t1 of features of dweight's pair of vectors += sum over samples n0..n1; = when n0 is 0."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    cdef Reduction over = one_loop(n1 - n0, TILE, 2 * b)
+cdef void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t n0, Py_ssize_t n1, int t0,
+                            int t1, const float* dy, float* dw, Py_ssize_t wv, Py_ssize_t vectors) noexcept nogil:
+    """Tiles t0..t1 of features of dweight's panel += sum over samples n0..n1; = when n0 is 0."""
+    cdef Py_ssize_t f, pitch = tile_pitch(F)
+    cdef Reduction over = one_loop(n1 - n0, pitch, PANEL)
+    cdef Ends ends = Ends(start=NULL, start_p=b, start_v=wv, out=NULL, out_p=b, out_v=wv, add=False, relu=False)
     cdef int t, width, tiles = tiles_of(F)
-    cdef Py_ssize_t f
     for t in range(t0, t1):
         f = tile_start(F, tiles, t)
         width = <int>(tile_start(F, tiles, t + 1) - f)
-        if n0 == 0:
-            tile_fill(a0, a1, NULL, two)
-        else:
-            tile_load(a0, a1, width, dw + f * b, b, wv, two)
-        run(0, width, a0, a1, packed + (t * N + n0) * TILE, 1, dy + n0 * 2 * b, b, &over, two, False)
-        tile_store(a0, a1, width, dw + f * b, b, wv, False, two)
+        ends.out = dw + f * b
+        ends.start = NULL if n0 == 0 else ends.out
+        run(0, width, &ends, packed + (t * N + n0) * pitch, 1, dy + n0 * PANEL, b, &over, vectors)
 
 
-cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* pairs, float* dw,
+cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* dy, float* dw,
                             Py_ssize_t k0, Py_ssize_t k1, const LinearBlocks* cut) noexcept nogil:
-    """Output blocks k0..k1 (k0 even) of dweight. `pairs` (KB/2, N, 2b) holds dy by pairs of blocks."""
+    """Output blocks k0..k1 (k0 the start of a panel) of dweight. dy lies by panels, (panels, N, PANEL)."""
     cdef Py_ssize_t n, n1, k
     cdef int t = 0, t1, tiles = tiles_of(F)
     while t < tiles:
@@ -231,18 +209,16 @@ cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, con
             n1 = min(n + cut.depth, N)
             k = k0
             while k < k1:
-                if k + 1 < k1:
-                    weight_grad_tiles(packed, N, F, n, n1, t, t1, pairs + k * N * b, dw + k * F * b, F * b, True)
-                else:
-                    weight_grad_tiles(packed, N, F, n, n1, t, t1, pairs + k * N * b, dw + k * F * b, F * b, False)
-                k += 2
+                weight_grad_tiles(packed, N, F, n, n1, t, t1, dy + k * N * b, dw + k * F * b, F * b,
+                                  min(VECTORS, k1 - k))
+                k += VECTORS
             n = n1
         t = t1
 
 
-cdef inline Py_ssize_t group_size(Py_ssize_t blocks, Py_ssize_t pairs, int num_threads) noexcept nogil:
-    """Blocks of a job: even, at most 2 * pairs, and small enough to give every thread several jobs."""
-    return 2 * max(min(blocks // (8 * num_threads), pairs), 1)
+cdef inline Py_ssize_t group_size(Py_ssize_t blocks, Py_ssize_t panels, int num_threads) noexcept nogil:
+    """Blocks of a job: whole panels, at most `panels`, and few enough to give every thread several jobs."""
+    return VECTORS * max(min(blocks // (4 * VECTORS * num_threads), panels), 1)
 
 
 def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
@@ -257,7 +233,7 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
     Parameters
     ----------
     blocking : (int, int, int), optional
-        Features summed per visit, tiles of samples per visit, most pairs of output vectors of a job;
+        Features summed per visit, tiles of samples per visit, most panels of output vectors of a job;
         `pcldnn.blocking` solves for all three. Default: all, all, 1.
     """
     cdef LinearBlocks cut
@@ -277,7 +253,7 @@ def linear_forward(const float[:, ::1] x,                    # IN   (N, F)
     packed = start_of(scratch)
     with nogil:
         pack_samples(&x[0, 0], N, F, packed, num_threads)
-        size = group_size(KB, cut.pairs, num_threads)
+        size = group_size(KB, cut.panels, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
             forward_group(packed, N, F, &weight[0, 0, 0], KB, bias_ptr, relu, &y[0, 0], job * size,
                           min((job + 1) * size, KB), &cut)
@@ -301,7 +277,7 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
     if F % b:
         raise ValueError(f"dx: got rows of {F} features, wanted a multiple of the SIMD width {b}")
     cut = linear_blocks((max(KB, 1) * b, 1, 1) if blocking is None else blocking, max(KB, 1) * b, (N + b - 1) // b)
-    checks.linear_input_grad(cut.depth, cut.tiles, cut.pairs, b, SUMS)
+    checks.linear_input_grad(cut.depth, cut.tiles, cut.panels, b, SUMS)
     if N == 0 or F == 0:
         return
     if KB == 0:
@@ -311,7 +287,7 @@ def linear_input_grad(const float[:, ::1] dy,                # IN   (N, KB * b)
     packed = start_of(scratch)
     with nogil:
         pack_vectors(&dy[0, 0], N, KB * b, packed, num_threads)
-        size = cut.pairs
+        size = cut.panels
         for job in prange((F // b + size - 1) // size, num_threads=num_threads, schedule="static"):
             input_grad_group(packed, N, F, &weight[0, 0, 0], KB, &dx[0, 0], job * size, min((job + 1) * size, F // b),
                              &cut)
@@ -324,13 +300,13 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
                        blocking=None, int num_threads=1):
     """dweight[k, f] = sum over samples of dy[n, k] x[n, f]; zeros when N = 0.
 
-    `blocking`: samples summed per visit, tiles of features per visit, most pairs of output vectors of a job.
+    `blocking`: samples summed per visit, tiles of features per visit, most panels of output vectors of a job.
     Default: all, all, 1.
     """
     cdef LinearBlocks cut
     cdef Py_ssize_t N = x.shape[0], F = x.shape[1], KB = dweight.shape[0], size, job, n, k
     cdef float* packed
-    cdef float* pairs
+    cdef float* panels
     checks.linear(dims(x), dims(dweight), None, dims(dy), num_threads, names=("x", "dweight", "dy"))
     checks.width("dweight", dweight.shape[2], b)
     cut = linear_blocks(blocking, N, tiles_of(F))
@@ -341,14 +317,14 @@ def linear_weight_grad(const float[:, ::1] x,                # IN   (N, F)
         return
     scratch = scratch_of(scratch, linear_scratch_size(N, F, KB * b))
     packed = start_of(scratch)
-    pairs = packed + tiles_of(F) * TILE * N
+    panels = packed + packed_size(F, N)
     with nogil:
         pack_features(&x[0, 0], N, F, packed, num_threads)
-        for job in prange((KB + 1) // 2 * N, num_threads=num_threads, schedule="static"):
-            k = job // N
+        for job in prange(panels_of(KB) * N, num_threads=num_threads, schedule="static"):
+            k = job // N * VECTORS
             n = job % N
-            memcpy(pairs + job * 2 * b, &dy[0, 0] + (n * KB + 2 * k) * b, min(2, KB - 2 * k) * b * sizeof(float))
-        size = group_size(KB, cut.pairs, num_threads)
+            memcpy(panels + job * PANEL, &dy[0, 0] + (n * KB + k) * b, min(VECTORS, KB - k) * b * sizeof(float))
+        size = group_size(KB, cut.panels, num_threads)
         for job in prange((KB + size - 1) // size, num_threads=num_threads, schedule="static"):
-            weight_grad_group(packed, N, F, pairs, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB),
+            weight_grad_group(packed, N, F, panels, &dweight[0, 0, 0], job * size, min((job + 1) * size, KB),
                               &cut)

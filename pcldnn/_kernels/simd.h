@@ -61,73 +61,59 @@ PCL_INLINE void prefetch_row(const float *p) {
     prefetch(p + 48);
 }
 
-/* The ends of a register tile, a0 and a1 being its two vectors of output channels (a1 unused unless `two`). Here and
- * not in Cython because gcc unrolls an outermost loop early enough to keep the arrays in registers only by pragma. */
-#define PCL_PIXELS _Pragma("GCC unroll 16") for (int p = 0; p < PCL_TILE; p++)
+/* The parts of the micro-kernel (tile.pxi), over `vectors` vectors and the pixels lo <= p < hi of a register tile. Here
+ * and not in Cython because gcc unrolls a loop early enough to keep the sums in registers only by pragma. */
+#define PCL_SUMS \
+    _Pragma("GCC unroll 32") for (int i = 0, p = 0, v = 0; i < PCL_TILE * PCL_VECTORS; i++, p = i / PCL_VECTORS, v = i % PCL_VECTORS) \
+        if (lo <= p && p < hi && v < vectors)
 
-/* Take up the sums that an earlier block of input channels has left in y. */
-PCL_INLINE void tile_load(vec *a0, vec *a1, int width, const float *y, long yp, long yv, int two) {
-    PCL_PIXELS {
-        a0[p] = p < width ? vec_load(y + p * yp) : vec_zero();
-        a1[p] = two && p < width ? vec_load(y + yv + p * yp) : vec_zero();
+/* Sums begin at zero, or at `start`: a bias, or what an earlier call has left. */
+PCL_INLINE void tile_begin(int lo, int hi, int vectors, vec *acc, const float *start, long sp, long sv) {
+    if (start) {
+        PCL_SUMS acc[i] = vec_load(start + v * sv + p * sp);
+    } else {
+        PCL_SUMS acc[i] = vec_zero();
     }
 }
 
-/* Add to the sums those that an earlier block has left in y. */
-PCL_INLINE void tile_add(vec *a0, vec *a1, int width, const float *y, long yp, long yv, int two) {
-    PCL_PIXELS if (p < width) {
-        a0[p] += vec_load(y + p * yp);
-        if (two) a1[p] += vec_load(y + yv + p * yp);
-    }
+PCL_INLINE void tile_step(int lo, int hi, int vectors, vec *acc, const float *x, long xp, const float *w, long wv) {
+    vec filter[PCL_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) filter[v] = vec_load(w + v * wv);
+    PCL_SUMS acc[i] += filter[v] * x[p * xp];
 }
 
-/* Start every pixel from the bias of its channels, or from zero when there is none. */
-PCL_INLINE void tile_fill(vec *a0, vec *a1, const float *bias, int two) {
-    vec b0 = bias ? vec_load(bias) : vec_zero(), b1 = bias && two ? vec_load(bias + PCL_WIDTH) : vec_zero();
-    PCL_PIXELS { a0[p] = b0; a1[p] = b1; }
-}
-
-PCL_INLINE void tile_store(const vec *a0, const vec *a1, int width, float *y, long yp, long yv, int relu, int two) {
-    PCL_PIXELS if (p < width) {
-        vec_store(y + p * yp, relu ? vec_relu(a0[p]) : a0[p]);
-        if (two) vec_store(y + yv + p * yp, relu ? vec_relu(a1[p]) : a1[p]);
+PCL_INLINE void tile_end(int lo, int hi, int vectors, vec *acc, float *out, long op, long ov, int add, int relu) {
+    if (add) {
+        PCL_SUMS acc[i] += vec_load(out + v * ov + p * op);
     }
+    if (relu) {
+        PCL_SUMS acc[i] = vec_relu(acc[i]);
+    }
+    PCL_SUMS vec_store(out + v * ov + p * op, acc[i]);
 }
 
 /* PCL_RANGES(f, lo, hi, ...) calls f(lo, hi, ...) with lo and hi as compile-time constants, 0 <= lo < hi <= PCL_TILE,
- * so that the always-inlined f keeps its accumulators in registers whatever part of the tile takes part. With tiles
- * of 14 a range that begins beyond 3, which takes padding of 4 and more, runs pixel by pixel to bound the code size. */
-#define PCL_CASE(f, lo, hi, ...) case ((lo) * 32 + (hi)): f(lo, hi, __VA_ARGS__); break;
-#define PCL_TO_6(f, lo, ...) \
-    PCL_CASE(f, lo, 1, __VA_ARGS__) PCL_CASE(f, lo, 2, __VA_ARGS__) PCL_CASE(f, lo, 3, __VA_ARGS__) \
-    PCL_CASE(f, lo, 4, __VA_ARGS__) PCL_CASE(f, lo, 5, __VA_ARGS__) PCL_CASE(f, lo, 6, __VA_ARGS__)
-#define PCL_TO_14(f, lo, ...) \
-    PCL_TO_6(f, lo, __VA_ARGS__) \
-    PCL_CASE(f, lo, 7, __VA_ARGS__) PCL_CASE(f, lo, 8, __VA_ARGS__) PCL_CASE(f, lo, 9, __VA_ARGS__) \
-    PCL_CASE(f, lo, 10, __VA_ARGS__) PCL_CASE(f, lo, 11, __VA_ARGS__) PCL_CASE(f, lo, 12, __VA_ARGS__) \
-    PCL_CASE(f, lo, 13, __VA_ARGS__) PCL_CASE(f, lo, 14, __VA_ARGS__)
-#if PCL_TILE == 6
-#define PCL_RANGES(f, lo, hi, ...) \
-    switch ((lo) * 32 + (hi)) { \
-        PCL_TO_6(f, 0, __VA_ARGS__) PCL_TO_6(f, 1, __VA_ARGS__) PCL_TO_6(f, 2, __VA_ARGS__) \
-        PCL_TO_6(f, 3, __VA_ARGS__) PCL_TO_6(f, 4, __VA_ARGS__) PCL_TO_6(f, 5, __VA_ARGS__) \
-    }
-#elif PCL_TILE == 14
-#define PCL_RANGES(f, lo, hi, ...) \
-    switch ((lo) * 32 + (hi)) { \
-        PCL_TO_14(f, 0, __VA_ARGS__) PCL_TO_14(f, 1, __VA_ARGS__) \
-        PCL_TO_14(f, 2, __VA_ARGS__) PCL_TO_14(f, 3, __VA_ARGS__) \
-    default: \
-        for (int pcl_p = (lo); pcl_p < (hi); pcl_p++) switch (pcl_p) { \
-            PCL_PIXEL(f, 4, __VA_ARGS__) PCL_PIXEL(f, 5, __VA_ARGS__) PCL_PIXEL(f, 6, __VA_ARGS__) \
-            PCL_PIXEL(f, 7, __VA_ARGS__) PCL_PIXEL(f, 8, __VA_ARGS__) PCL_PIXEL(f, 9, __VA_ARGS__) \
-            PCL_PIXEL(f, 10, __VA_ARGS__) PCL_PIXEL(f, 11, __VA_ARGS__) PCL_PIXEL(f, 12, __VA_ARGS__) \
-            PCL_PIXEL(f, 13, __VA_ARGS__) \
-        } \
-    }
-#define PCL_PIXEL(f, p, ...) case (p): f(p, (p) + 1, __VA_ARGS__); break;
-#else
-#error "no table of ranges for this register tile: add one to simd.h"
+ * so that the always-inlined f keeps its accumulators in registers whatever part of the tile takes part. PCL_WIDTHS is
+ * the part of it with lo = 0. */
+#if PCL_TILE != 6
+#error "no table of ranges for this register tile: change PCL_RANGES"
 #endif
+#define PCL_CASE(f, lo, hi, ...) case ((lo) * 8 + (hi)): f(lo, hi, __VA_ARGS__); break;
+#define PCL_WIDTHS(f, hi, ...) \
+    switch (hi) { \
+        PCL_CASE(f, 0, 1, __VA_ARGS__) PCL_CASE(f, 0, 2, __VA_ARGS__) PCL_CASE(f, 0, 3, __VA_ARGS__) \
+        PCL_CASE(f, 0, 4, __VA_ARGS__) PCL_CASE(f, 0, 5, __VA_ARGS__) PCL_CASE(f, 0, 6, __VA_ARGS__) \
+    }
+#define PCL_RANGES(f, lo, hi, ...) \
+    switch ((lo) * 8 + (hi)) { \
+        PCL_CASE(f, 0, 1, __VA_ARGS__) PCL_CASE(f, 0, 2, __VA_ARGS__) PCL_CASE(f, 0, 3, __VA_ARGS__) \
+        PCL_CASE(f, 0, 4, __VA_ARGS__) PCL_CASE(f, 0, 5, __VA_ARGS__) PCL_CASE(f, 0, 6, __VA_ARGS__) \
+        PCL_CASE(f, 1, 2, __VA_ARGS__) PCL_CASE(f, 1, 3, __VA_ARGS__) PCL_CASE(f, 1, 4, __VA_ARGS__) \
+        PCL_CASE(f, 1, 5, __VA_ARGS__) PCL_CASE(f, 1, 6, __VA_ARGS__) PCL_CASE(f, 2, 3, __VA_ARGS__) \
+        PCL_CASE(f, 2, 4, __VA_ARGS__) PCL_CASE(f, 2, 5, __VA_ARGS__) PCL_CASE(f, 2, 6, __VA_ARGS__) \
+        PCL_CASE(f, 3, 4, __VA_ARGS__) PCL_CASE(f, 3, 5, __VA_ARGS__) PCL_CASE(f, 3, 6, __VA_ARGS__) \
+        PCL_CASE(f, 4, 5, __VA_ARGS__) PCL_CASE(f, 4, 6, __VA_ARGS__) PCL_CASE(f, 5, 6, __VA_ARGS__) \
+    }
 
 #endif

@@ -3,14 +3,16 @@
 # a. One idea for everything heavy: acc[v][p] += w[v][i] * x[p][i] over i, w[v][i] a vector of output channels, x[p][i]
 #    one broadcast float. Strides decide what it is: p runs over pixels of a row, over images or over samples
 #    (forward, input gradient, fully connected), or over filter taps and input channels (weight gradient).
-# b. The tile is 2 vectors x TILE pixels (isa.py chooses TILE): one broadcast feeds two multiply-adds.
+# b. The tile is VECTORS vectors x TILE pixels; isa.py chooses both. The vectors of a tile are called a panel.
 # c. Only pixels lo <= p < hi take part: lo and hi are compile-time constants (PCL_RANGES in simd.h), so taps that fall
 #    in the padding cost nothing and edge tiles run the same code.
-# d. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
-#    registers over filter rows and input channel blocks, or over rows and images, and a call is rare.
-# e. `two` is a compile-time constant as well: the odd last block of output channels uses one vector.
+# d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width: the pixels then lie at
+#    fixed offsets from one pointer. Any other distance works, with more registers.
+# e. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
+#    registers over filter rows and input channel blocks, or over rows and images. `Ends` says where they come from and
+#    go to. `run` is not inlined: each range of pixels is compiled once.
 # f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
-#    that take as long as their weights take to arrive then do both at once. `fetching` is a compile-time constant.
+#    that take as long as their weights take to arrive then do both at once.
 
 cdef enum:
     PACK_RUN = 256             # features that a job of pack_samples takes [elements]
@@ -21,33 +23,43 @@ cdef struct Reduction:
     Py_ssize_t n1, x1, w1      # the loop around it
     Py_ssize_t n2, x2, w2      # the outermost one
     Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
-    const float* next          # if `fetching`: what a later call reads, asked for a bit at every innermost step
+    const float* next          # what a later call reads, asked for a bit at every innermost step; NULL: nothing
     Py_ssize_t next_step, next1    # what it advances each innermost step, and each step of the loop around it [float]
+
+
+cdef struct Ends:
+    const float* start         # where the sums begin; NULL: at zero
+    Py_ssize_t start_p, start_v    # its distances between pixels and between vectors [float]; start_p of a bias is 0
+    float* out                 # where they are stored
+    Py_ssize_t out_p, out_v
+    bint add, relu             # whether they are added to what is there; whether max(., 0) is taken
 
 
 cdef extern from "simd.h" nogil:
     void prefetch_row(const float* p)
     void prefetch(const float* p)
-    void tile_load(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
-    void tile_fill(vec* a0, vec* a1, const float* bias, bint two)
-    void tile_store(const vec* a0, const vec* a1, int width, float* y, Py_ssize_t yp, Py_ssize_t yv, bint relu,
-                    bint two)
-    void dispatch "PCL_RANGES"(void (*f)(int, int, vec*, vec*, const float*, Py_ssize_t, const float*, Py_ssize_t,
-                                         Reduction*, bint, bint) noexcept nogil,
-                               int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
-                               Py_ssize_t wv, Reduction* over, bint two, bint fetching)
+    void tile_begin(int lo, int hi, int vectors, vec* acc, const float* start, Py_ssize_t p, Py_ssize_t v)
+    void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv)
+    void tile_end(int lo, int hi, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu)
+    void for_range "PCL_RANGES"(void (*f)(int, int, int, Py_ssize_t, bint, const Ends*, const float*, const float*,
+                                          Py_ssize_t, const Reduction*) noexcept nogil,
+                                int lo, int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends,
+                                const float* x, const float* w, Py_ssize_t wv, const Reduction* over)
+    void for_width "PCL_WIDTHS"(void (*f)(int, int, int, Py_ssize_t, bint, const Ends*, const float*, const float*,
+                                          Py_ssize_t, const Reduction*) noexcept nogil,
+                                int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends, const float* x,
+                                const float* w, Py_ssize_t wv, const Reduction* over)
 
 
-cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w,
-                            Py_ssize_t wv, Reduction* over, bint two, bint fetching) noexcept nogil:
+cdef inline void accumulate(int lo, int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends,
+                            const float* x, const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
     """acc[v][p] += w[v*wv + i] * x[p*xp + j], lo <= p < hi, with i and j walking the three loops of `over`."""
-    cdef Py_ssize_t i0, i1, i2
+    cdef vec acc[VECTORS * TILE]
+    cdef Py_ssize_t i0, i1, i2, n0 = over.n0, x0 = over.x0, w0 = over.w0, next_step = over.next_step
     cdef const float* xq
     cdef const float* wq
-    cdef const float* next
-    cdef int p
-    cdef float s
-    cdef vec w0, w1
+    cdef const float* next = NULL
+    tile_begin(lo, hi, vectors, acc, ends.start, ends.start_p, ends.start_v)
     for i2 in range(over.n2):
         for i1 in range(over.n1):
             xq = x + i2 * over.x2 + i1 * over.x1
@@ -56,36 +68,53 @@ cdef inline void accumulate(int lo, int hi, vec* a0, vec* a1, const float* x, Py
                 next = over.next + i1 * over.next1
             if over.ahead != 0:
                 prefetch_row(xq + over.ahead)
-            for i0 in range(over.n0):
-                w0 = load(wq)
-                if two:
-                    w1 = load(wq + wv)
-                for p in range(TILE):
-                    if lo <= p and p < hi:
-                        s = xq[p * xp]
-                        a0[p] = a0[p] + w0 * s
-                        if two:
-                            a1[p] = a1[p] + w1 * s
+            for i0 in range(n0):
+                tile_step(lo, hi, vectors, acc, xq, xp, wq, wv)
                 if fetching:
                     prefetch(next)
-                    next += over.next_step
-                xq += over.x0
-                wq += over.w0
+                    next += next_step
+                xq += x0
+                wq += w0
+    tile_end(lo, hi, vectors, acc, ends.out, ends.out_p, ends.out_v, ends.add, ends.relu)
 
 
-cdef inline void run(int lo, int hi, vec* a0, vec* a1, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
-                     Reduction* over, bint two, bint fetching) noexcept nogil:
-    """`accumulate` with run-time lo and hi; the full tile is the case to be fast in."""
-    if lo == 0 and hi == TILE:
-        accumulate(0, TILE, a0, a1, x, xp, w, wv, over, two, fetching)
+cdef inline void run_panel(int lo, int hi, int vectors, const Ends* ends, const float* x, Py_ssize_t xp,
+                           const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
+    """`accumulate` with run-time lo, hi and xp. What asks for later reads begins at pixel 0, with a constant xp."""
+    if over.next != NULL and xp == b:
+        for_width(accumulate, hi, vectors, b, True, ends, x, w, wv, over)
+    elif over.next != NULL and xp == 1:
+        for_width(accumulate, hi, vectors, 1, True, ends, x, w, wv, over)
+    elif xp == b:
+        for_range(accumulate, lo, hi, vectors, b, False, ends, x, w, wv, over)
+    elif xp == 1:
+        for_range(accumulate, lo, hi, vectors, 1, False, ends, x, w, wv, over)
     else:
-        dispatch(accumulate, lo, hi, a0, a1, x, xp, w, wv, over, two, fetching)
+        for_range(accumulate, lo, hi, vectors, xp, False, ends, x, w, wv, over)
+
+
+cdef void run(int lo, int hi, const Ends* ends, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
+              const Reduction* over, Py_ssize_t vectors) noexcept nogil:
+    """One register tile of `vectors` vectors: out = (out +)? (start + the sum), relu'd if asked for."""
+    if vectors == VECTORS:
+        run_panel(lo, hi, VECTORS, ends, x, xp, w, wv, over)
+    elif vectors == 1:
+        run_panel(lo, hi, 1, ends, x, xp, w, wv, over)
+    elif VECTORS > 2 and vectors == 2:
+        run_panel(lo, hi, 2, ends, x, xp, w, wv, over)
+    elif VECTORS > 3 and vectors == 3:
+        run_panel(lo, hi, 3, ends, x, xp, w, wv, over)
 
 
 cdef inline Reduction one_loop(Py_ssize_t steps, Py_ssize_t x0, Py_ssize_t w0) noexcept nogil:
     """The sum over `steps` places that lie x0 floats apart in x and w0 in w; nothing is asked for."""
     return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0,
                      next1=0)
+
+
+cdef inline Py_ssize_t panels_of(Py_ssize_t vectors) noexcept nogil:
+    """Number of panels that `vectors` vectors make."""
+    return (vectors + VECTORS - 1) // VECTORS
 
 
 cdef struct Ahead:
@@ -112,10 +141,21 @@ cdef inline Py_ssize_t tile_start(Py_ssize_t count, int tiles, int tile) noexcep
     return count * tile // tiles
 
 
+cdef inline Py_ssize_t tile_pitch(Py_ssize_t count) noexcept nogil:
+    """Width of the widest tile: the distance between the rows of packed arrays [float]."""
+    cdef Py_ssize_t tiles = tiles_of(count)
+    return (count + tiles - 1) // tiles if tiles > 0 else 0
+
+
+cdef inline Py_ssize_t packed_size(Py_ssize_t count, Py_ssize_t size) noexcept nogil:
+    """Elements of `count` rows of `size` packed by tiles of rows."""
+    return tiles_of(count) * tile_pitch(count) * size
+
+
 cdef void pack_samples(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
-    """x (N, F) to (tiles of samples, F, TILE); a tile of fewer than TILE samples leaves its last places unread."""
+    """x (N, F) to (tiles of samples, F, tile_pitch(N)); a narrower tile leaves its last place unread."""
     cdef int tiles = tiles_of(N)
-    cdef Py_ssize_t job, n, f, first, chunks = (F + PACK_RUN - 1) // PACK_RUN
+    cdef Py_ssize_t job, chunks = (F + PACK_RUN - 1) // PACK_RUN
     for job in prange(tiles * chunks, num_threads=num_threads, schedule="static"):
         pack_tile(x, N, F, packed, tiles, <int>(job // chunks), job % chunks * PACK_RUN)
 
@@ -123,8 +163,8 @@ cdef void pack_samples(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed
 cdef void pack_tile(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int tiles, int tile,
                     Py_ssize_t f0) noexcept nogil:
     cdef Py_ssize_t first = tile_start(N, tiles, tile), width = tile_start(N, tiles, tile + 1) - first
-    cdef Py_ssize_t f, p, f1 = min(f0 + PACK_RUN, F)
-    cdef float* out = packed + tile * F * TILE
+    cdef Py_ssize_t f, p, f1 = min(f0 + PACK_RUN, F), pitch = tile_pitch(N)
+    cdef float* out = packed + tile * F * pitch
     for p in range(width):
         for f in range(f0, f1):
-            out[f * TILE + p] = x[(first + p) * F + f]
+            out[f * pitch + p] = x[(first + p) * F + f]

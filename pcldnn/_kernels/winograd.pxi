@@ -1,18 +1,15 @@
 # Winograd convolution, 3x3 and 5x5 filters: forward and input gradient. Transforms: winograd_transforms.pxi.
 #
-# a. Arrays in the transformed domain are (point, tile, channel): point (i, j) is number 8 i + j. Rows of channels are
-#    the vectors of the transforms, the reduction of forward and input gradient, and both operands of the weight
-#    gradient. Tiles are ordered full x rest, full x full, rest x full, rest x rest (rows x columns): every point has
-#    its tiles in one range.
+# a. Arrays in the transformed domain are (point, channel block, tile, b) in forward and input gradient, whose register
+#    tiles take neighbouring tiles as pixels, and (point, tile, channel) in the weight gradient, whose register tiles
+#    take neighbouring channels. Point (i, j) is number 8 i + j. Tiles are ordered full x rest, full x full, rest x
+#    full, rest x rest (rows x columns): every point has its tiles in one range.
 # b. A batch is some tiles of all images, as many of each kind in every batch. Per batch: transform the inputs, multiply
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
 # c. Either all threads share a batch, or each has its own (`private`): then V and M may stay in its L2.
 # d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products
 #    of `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
-
-cdef extern from "simd.h" nogil:
-    void tile_add(vec* a0, vec* a1, int width, const float* y, Py_ssize_t yp, Py_ssize_t yv, bint two)
 
 cdef enum:
     CHUNK_TILES = 8          # tiles of a job of the transforms
@@ -32,7 +29,7 @@ cdef struct Winograd:
     Py_ssize_t rows, cols                     # full tiles of an image
     int row_rest, col_rest                    # size of the one tile behind them: 0 (there is none), 2 or 4
     int taps                                  # 3 or 5
-    Py_ssize_t v_tile, v_point, m_tile, m_point
+    Py_ssize_t v_tile, v_block, v_point, m_tile, m_block, m_point      # distances [float]
     Py_ssize_t tiles, k_blocks, c_blocks      # of a batch; of a group of output channels; of a visit of the products
     Py_ssize_t batches
     bint relu
@@ -100,7 +97,7 @@ cdef void transform_inputs(Winograd* g, Batch* batch, Py_ssize_t c0, Py_ssize_t 
         tile = locate(g, batch, t)
         for c in range(c0, c1):
             input_tile(tile.mr, tile.mc, g.x + (tile.image * g.in_blocks + c) * g.H * g.W * b, g.H, g.W,
-                       tile.row - g.pad_h, tile.col - g.pad_w, g.v + t * g.v_tile + c * b, g.v_point)
+                       tile.row - g.pad_h, tile.col - g.pad_w, g.v + t * g.v_tile + c * g.v_block, g.v_point)
 
 
 cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssize_t k0, Py_ssize_t k1, Py_ssize_t t0,
@@ -111,7 +108,7 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
     for t in range(t0, t1):
         tile = locate(g, batch, t)
         for k in range(k0, k1):
-            output_tile(tile.mr, tile.mc, g.taps, g.m + t * g.m_tile + (k - group) * b, g.m_point,
+            output_tile(tile.mr, tile.mc, g.taps, g.m + t * g.m_tile + (k - group) * g.m_block, g.m_point,
                         zero() if g.bias == NULL else load(g.bias + k * b), g.relu,
                         g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q, tile.row, tile.col)
 
@@ -119,62 +116,39 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-cdef inline void tile_sum(int width, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv, Reduction* over,
-                          float* y, Py_ssize_t yp, Py_ssize_t yv, bint first, bint two) noexcept nogil:
-    """One register tile: y = (or +=, unless `first`) the sum of outer products (decision d)."""
-    cdef vec a0[TILE]
-    cdef vec a1[TILE]
-    tile_fill(a0, a1, NULL, two)
-    run(0, width, a0, a1, x, xp, w, wv, over, two, True)
-    if not first:
-        tile_add(a0, a1, width, y, yp, yv, two)
-    tile_store(a0, a1, width, y, yp, yv, False, two)
-
-
-cdef void product_tile_two(int width, const float* v, Py_ssize_t v_tile, const float* u, Py_ssize_t u_block,
-                           Reduction* over, float* m, Py_ssize_t m_tile, bint first) noexcept nogil:
-    tile_sum(width, v, v_tile, u, u_block, over, m, m_tile, b, first, True)
-
-
-cdef void product_tile_one(int width, const float* v, Py_ssize_t v_tile, const float* u, Py_ssize_t u_block,
-                           Reduction* over, float* m, Py_ssize_t m_tile, bint first) noexcept nogil:
-    tile_sum(width, v, v_tile, u, u_block, over, m, m_tile, b, first, False)
-
-
 cdef void product_tiles(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t group, Py_ssize_t k,
-                        Py_ssize_t lo, Py_ssize_t hi, Ahead* ahead, bint two) noexcept nogil:
-    """M of a point, channel blocks k (and k + 1), tiles lo..hi: (+)= V times U over input channel blocks c0..c1."""
+                        Py_ssize_t lo, Py_ssize_t hi, Ahead* ahead, Py_ssize_t vectors) noexcept nogil:
+    """M of a point, the panel from block k on, tiles lo..hi: (+)= V times U over input channel blocks c0..c1."""
     cdef Py_ssize_t channels = g.in_blocks * b, t
     cdef int i, width, parts = tiles_of(hi - lo)
     cdef const float* u = g.u + ((point * g.out_blocks + k) * channels + c0 * b) * b
-    cdef const float* v = g.v + point * g.v_point + c0 * b
-    cdef float* m = g.m + point * g.m_point + (k - group) * b
-    cdef Reduction over = one_loop((c1 - c0) * b, 1, b)
+    cdef const float* v = g.v + point * g.v_point + c0 * g.v_block
+    cdef float* m = g.m + point * g.m_point + (k - group) * g.m_block
+    cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=NULL, out_p=g.m_tile, out_v=g.m_block, add=c0 > 0,
+                          relu=False)
+    cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=c1 - c0, x1=g.v_block, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
+                                    next=NULL, next_step=0, next1=0)
     ahead.calls = parts
     for i in range(parts):
         t = lo + tile_start(hi - lo, parts, i)
         width = <int>(lo + tile_start(hi - lo, parts, i + 1) - t)
         fetch_part(ahead, i, &over)
-        if two:
-            product_tile_two(width, v + t * g.v_tile, g.v_tile, u, channels * b, &over, m + t * g.m_tile, g.m_tile,
-                             c0 == 0)
-        else:
-            product_tile_one(width, v + t * g.v_tile, g.v_tile, u, channels * b, &over, m + t * g.m_tile, g.m_tile,
-                             c0 == 0)
+        ends.out = m + t * g.m_tile
+        run(0, width, &ends, v + t * g.v_tile, g.v_tile, u, channels * b, &over, vectors)
 
 
 cdef inline Ahead filters_after(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t k, Py_ssize_t k0,
                                 Py_ssize_t k1) noexcept nogil:
-    """The filters that follow those of pair k and input channel blocks c0..c1: next pair, channels, or point."""
+    """The filters that follow those of panel k and input channel blocks c0..c1: next panel, channels, or point."""
     cdef Py_ssize_t row = g.in_blocks * b * b
-    k += 2
+    k += VECTORS
     if k >= k1:
         k = k0
         c0 = c1
     if c0 == g.in_blocks:
         c0 = 0
         point = min(point + 1, POINTS - 1)
-    return Ahead(start=g.u + (point * g.out_blocks + k) * row + c0 * b * b, distance=row, rows=min(2, k1 - k),
+    return Ahead(start=g.u + (point * g.out_blocks + k) * row + c0 * b * b, distance=row, rows=min(VECTORS, k1 - k),
                  size=min(g.c_blocks, g.in_blocks - c0) * b * b, calls=1)
 
 
@@ -189,8 +163,8 @@ cdef void multiply(Winograd* g, Batch* batch, int point, Py_ssize_t group, Py_ss
         k = k0
         while k < k1:
             ahead = filters_after(g, point, c0, c1, k, k0, k1)
-            product_tiles(g, point, c0, c1, group, k, lo, hi, &ahead, k + 1 < k1)
-            k += 2
+            product_tiles(g, point, c0, c1, group, k, lo, hi, &ahead, min(VECTORS, k1 - k))
+            k += VECTORS
         c0 = c1
 
 
@@ -202,12 +176,14 @@ cdef Py_ssize_t odd_lines(Py_ssize_t size) noexcept nogil:
     return ((size + 15) // 16 | 1) * 16
 
 
-cdef void layout_batch(Winograd* g, Py_ssize_t m_blocks, float* scratch) noexcept nogil:
-    """Strides and places of V and M for batches of g.tiles."""
-    g.v_tile = odd_lines(g.in_blocks * b)
-    g.m_tile = odd_lines(m_blocks * b)
-    g.v_point = odd_lines(g.tiles * g.v_tile)
-    g.m_point = odd_lines(g.tiles * g.m_tile)
+cdef void layout_batch(Winograd* g, Py_ssize_t m_blocks, bint blocked, float* scratch) noexcept nogil:
+    """Strides and places of V and M for batches of g.tiles; `blocked`: decision a."""
+    if blocked:
+        g.v_tile, g.v_block, g.m_tile, g.m_block = b, g.tiles * b, b, g.tiles * b
+    else:
+        g.v_tile, g.v_block, g.m_tile, g.m_block = odd_lines(g.in_blocks * b), b, odd_lines(m_blocks * b), b
+    g.v_point = odd_lines(g.tiles * odd_lines(g.in_blocks * b))
+    g.m_point = odd_lines(g.tiles * odd_lines(m_blocks * b))
     g.v = scratch
     g.m = scratch + POINTS * g.v_point
 
@@ -224,7 +200,7 @@ cdef void own_batches(Winograd* shared, Py_ssize_t worker, Py_ssize_t workers, P
     cdef Batch batch
     cdef Py_ssize_t i = worker, k, k1, c
     cdef int point
-    layout_batch(&g, g.k_blocks, shared.v + worker * size)
+    layout_batch(&g, g.k_blocks, True, shared.v + worker * size)
     while i < g.batches:
         start_batch(&g, i, &batch)
         c = 0
@@ -254,11 +230,11 @@ cdef void shared_inputs(Winograd* g, Batch* batch, int num_threads) noexcept nog
 
 cdef void shared_products(Winograd* g, Batch* batch, Py_ssize_t k, Py_ssize_t k1, int num_threads) noexcept nogil:
     """The products and outputs of channel blocks k..k1."""
-    cdef Py_ssize_t pairs = (k1 - k + 1) // 2, parts = min(pairs, (2 * num_threads + 31) // 32), job
+    cdef Py_ssize_t panels = panels_of(k1 - k), parts = min(panels, (2 * num_threads + 31) // 32), job
     cdef Py_ssize_t chunks = (batch.start[4] + CHUNK_TILES - 1) // CHUNK_TILES, lines = (k1 - k + LINE - 1) // LINE
     for job in prange(POINTS * parts, num_threads=num_threads, schedule="static", chunksize=1):
-        multiply(g, batch, <int>(job // parts), k, k + 2 * (pairs * (job % parts) // parts),
-                 min(k + 2 * (pairs * (job % parts + 1) // parts), k1))
+        multiply(g, batch, <int>(job // parts), k, k + VECTORS * (panels * (job % parts) // parts),
+                 min(k + VECTORS * (panels * (job % parts + 1) // parts), k1))
     for job in prange(lines * chunks, num_threads=num_threads, schedule="static"):
         transform_outputs(g, batch, k, k + job // chunks * LINE, min(k + (job // chunks + 1) * LINE, k1),
                           job % chunks * CHUNK_TILES, min((job % chunks + 1) * CHUNK_TILES, batch.start[4]))
@@ -269,7 +245,7 @@ cdef void winograd_pass(Winograd* g, bint private, float* scratch, int num_threa
     cdef Batch batch
     cdef Py_ssize_t i, k, size
     cdef int worker
-    layout_batch(g, g.k_blocks, scratch)
+    layout_batch(g, g.k_blocks, True, scratch)
     if private:
         size = POINTS * (g.v_point + g.m_point)
         for worker in prange(num_threads, num_threads=num_threads, schedule="static", chunksize=1):

@@ -15,37 +15,27 @@ cdef void transform_gradients(Winograd* g, Batch* batch, Py_ssize_t k0, Py_ssize
         tile = locate(g, batch, t)
         for k in range(k0, k1):
             gradient_tile(tile.mr, tile.mc, g.taps, g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q,
-                          tile.row, tile.col, g.m + t * g.m_tile + k * b, g.m_point)
-
-
-cdef void gradient_tile_two(int width, const float* v, const float* d, Reduction* over, float* du,
-                            Py_ssize_t du_block, bint first) noexcept nogil:
-    tile_sum(width, v, 1, d, b, over, du, b, du_block, first, True)
-
-
-cdef void gradient_tile_one(int width, const float* v, const float* d, Reduction* over, float* du,
-                            Py_ssize_t du_block, bint first) noexcept nogil:
-    tile_sum(width, v, 1, d, b, over, du, b, du_block, first, False)
+                          tile.row, tile.col, g.m + t * g.m_tile + k * g.m_block, g.m_point)
 
 
 cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi, bint first,
-                            bint two) noexcept nogil:
-    """dU of a point, channel blocks k (and k + 1): (+)= V' times transformed dy over tiles lo..hi."""
+                            Py_ssize_t vectors) noexcept nogil:
+    """dU of a point, the panel from block k on: (+)= V' times transformed dy over tiles lo..hi."""
     cdef Py_ssize_t channels = g.in_blocks * b, c
     cdef int i, width, parts = tiles_of(channels)
     cdef float* du = g.du + (point * g.out_blocks + k) * channels * b
     cdef const float* v = g.v + point * g.v_point + lo * g.v_tile
-    cdef const float* d = g.m + point * g.m_point + lo * g.m_tile + k * b
+    cdef const float* d = g.m + point * g.m_point + lo * g.m_tile + k * g.m_block
+    cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=NULL, out_p=b, out_v=channels * b, add=not first,
+                          relu=False)
     cdef Reduction over = one_loop(hi - lo, g.v_tile, g.m_tile)
     over.next_step = g.v_tile
     for i in range(parts):
         c = tile_start(channels, parts, i)
         width = <int>(tile_start(channels, parts, i + 1) - c)
         over.next = v + c + width + TILE - 1          # the next channels of the same tiles
-        if two:
-            gradient_tile_two(width, v + c, d, &over, du + c * b, channels * b, first)
-        else:
-            gradient_tile_one(width, v + c, d, &over, du + c * b, channels * b, first)
+        ends.out = du + c * b
+        run(0, width, &ends, v + c, 1, d, g.m_block, &over, vectors)
 
 
 cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, Py_ssize_t k0,
@@ -58,8 +48,8 @@ cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, P
         t1 = min(t0 + STRIP, hi)
         k = k0
         while k < k1:
-            gradient_products(g, point, k, t0, t1, first and t0 == lo, k + 1 < k1)
-            k += 2
+            gradient_products(g, point, k, t0, t1, first and t0 == lo, min(VECTORS, k1 - k))
+            k += VECTORS
         t0 += STRIP
 
 
@@ -73,14 +63,14 @@ cdef void shared_gradients(Winograd* g, Batch* batch, int num_threads) noexcept 
 
 cdef void weight_grad_pass_winograd(Winograd* g, int num_threads) noexcept nogil:
     cdef Batch batch
-    cdef Py_ssize_t i, job, pairs = (g.out_blocks + 1) // 2, parts = min(pairs, (2 * num_threads + 31) // 32)
+    cdef Py_ssize_t i, job, panels = panels_of(g.out_blocks), parts = min(panels, (2 * num_threads + 31) // 32)
     for i in range(g.batches):
         start_batch(g, i, &batch)
         shared_inputs(g, &batch, num_threads)
         shared_gradients(g, &batch, num_threads)
         for job in prange(POINTS * parts, num_threads=num_threads, schedule="static", chunksize=1):
-            multiply_gradients(g, &batch, i == 0, <int>(job // parts), 2 * (pairs * (job % parts) // parts),
-                               min(2 * (pairs * (job % parts + 1) // parts), g.out_blocks))
+            multiply_gradients(g, &batch, i == 0, <int>(job // parts), VECTORS * (panels * (job % parts) // parts),
+                               min(VECTORS * (panels * (job % parts + 1) // parts), g.out_blocks))
     for job in prange(g.out_blocks * g.in_blocks, num_threads=num_threads, schedule="static"):
         restore_filters(g, job // g.in_blocks, job % g.in_blocks)
 
@@ -125,6 +115,6 @@ def winograd_weight_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W
     g.x, g.y, g.dw = &x[0, 0, 0, 0, 0], <float*>&dy[0, 0, 0, 0, 0], &dweight[0, 0, 0, 0, 0, 0]
     scratch = scratch_of(scratch, POINTS * size + winograd_scratch_size(g.in_blocks, g.out_blocks, g.tiles, 1))
     g.du = &scratch[0]
-    layout_batch(&g, g.out_blocks, g.du + POINTS * size)
+    layout_batch(&g, g.out_blocks, False, g.du + POINTS * size)
     with nogil:
         weight_grad_pass_winograd(&g, num_threads)
