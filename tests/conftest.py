@@ -10,6 +10,12 @@ from on_target import running_on
 from pcldnn import _kernels
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "run_mpi" in item.fixturenames:
+            item.add_marker(pytest.mark.mpi)
+
+
 @pytest.fixture(scope="session")
 def run_mpi():
     """`run_mpi(ranks, script_or_args, timeout=180, env=None, check=True)` -> MPIRun.
