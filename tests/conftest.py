@@ -4,10 +4,14 @@ import json
 
 import pytest
 from blocked import Arena
-from mpi_launch import launch, mpirun_command
+from mpi_launch import launch, mpi_library, mpirun_command
 from on_target import running_on
 
 from pcldnn import _kernels
+
+
+def pytest_report_header():
+    return f"MPI: {(mpi_library() or 'none').splitlines()[0]}"
 
 
 def pytest_collection_modifyitems(items):
