@@ -18,7 +18,7 @@ LEVELS = [
     ["balance"],
     ["layers"],
     ["scaling"],
-    ["launcher", "nodes", "faults", "trace", "commthread", "transfer"],
+    ["launcher", "nodes", "faults", "trace", "commthread", "transfer", "safetensors"],
     ["shared", "serial", "grid", "traffic"],
     ["hierarchy", "memory"],
     ["plan", "communicator"],
