@@ -19,7 +19,7 @@ LEVELS = [
     ["layers"],
     ["scaling"],
     ["launcher", "nodes", "faults", "trace", "commthread", "transfer", "safetensors"],
-    ["shared", "serial", "grid", "traffic"],
+    ["shared", "serial", "grid", "traffic", "mpi"],
     ["hierarchy", "memory"],
     ["plan", "communicator"],
     ["exchange", "schedule"],
