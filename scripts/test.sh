@@ -28,7 +28,7 @@ for target in $("$python" -c 'from pcldnn import _kernels as k; print(*(t for t 
     echo "pcldnn: layers, networks and training with PCLDNN_ISA=$target"
     # One BLAS thread: the reference kernels' matrix products would take all cores on every rank.
     PCLDNN_ISA=$target OPENBLAS_NUM_THREADS=1 "$python" -m pytest -q tests/test_layers.py tests/test_network*.py \
-        tests/test_weights.py         "tests/test_train.py::test_same_curve_on_any_number_of_ranks[2]" \
+        tests/test_weights.py "tests/test_train.py::test_same_curve_on_any_number_of_ranks[2]" \
         tests/test_scripts.py::test_examples
 done
 echo "pcldnn: all tests"

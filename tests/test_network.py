@@ -189,12 +189,12 @@ def test_nothing_reads_dead_memory(target):
     network, optimizer = Network(SMALL, SHAPE), SGD(0.1)
     network.prepare(5)
     for i in range(2):
-        network._arena[:] = np.nan
+        network._passes.arena[:] = np.nan
         loss, logits, gradients = step(network, *batch(seed=i), optimizer)
         assert np.isfinite(loss)
         assert np.isfinite(logits).all()
         assert all(np.isfinite(gradient).all() for gradient in gradients.values())
-    network._arena[:] = np.nan
+    network._passes.arena[:] = np.nan
     assert np.isfinite(network.forward(batch()[0])).all()
 
 
@@ -272,7 +272,7 @@ def test_gradients_are_weighted_by_the_global_count(target):
     loss, _, wanted = step(whole, images, labels, sample_ids=ids, epoch=1)
     total, summed = 0.0, None
     for piece in (slice(0, 2), slice(2, 3), slice(3, 3)):
-        for unit in part._units:
+        for unit in part._passes.units:
             if unit.gradients is not None:
                 unit.gradients[:] = np.nan  # A7: overwritten even when there is nothing to sum
         share_loss, _, gradients = step(
@@ -335,7 +335,7 @@ def test_each_rank_updates_the_shard_it_owns(rank):
     optimizer = SGD(0.1, momentum=0.9)
     step(network, *batch(2), optimizer, global_count=14)
     assert peers.calls == [(m.kind, sum(m.sizes), m.sizes) for m in planned.messages]
-    for unit in network._units:
+    for unit in network._passes.units:
         if unit.plan.parameters:
             own = network._weights.placements[unit.name].own
             wanted = before[unit.name]
@@ -373,6 +373,6 @@ def test_arrays_of_any_strides(target):
 def test_one_unit_a_planned_layer():
     network = Network(SMALL, SHAPE)
     network.prepare(5)
-    assert all(isinstance(unit.plan, LayerPlan) for unit in network._units)
+    assert all(isinstance(unit.plan, LayerPlan) for unit in network._passes.units)
     assert repr(network) == f"Network(12 layers, (3, 6, 7) to (5,), {network.parameter_count:,} parameters)"
     assert network.parameter_count == 10 * 28 + 9 * 91 + 17 * 37 + 5 * 18
