@@ -10,9 +10,9 @@ from pcldnn._kernels.isa import compiled_for
 from pcldnn.arguments import partitions
 from pcldnn.check import check
 from pcldnn.checkpoint import CheckpointError
-from pcldnn.communicator import mpi_information
 from pcldnn.layers import Conv2d
 from pcldnn.machine import Machine, cache_sizes, threads_per_rank
+from pcldnn.mpi import mpi_information
 from pcldnn.replay import replay
 
 NETWORKS = {

@@ -1,4 +1,4 @@
-"""Ranks and the messages between them.  The only file that imports mpi4py, and only when it is used.
+"""Ranks and the messages between them.
 
 The words of Das et al. 2016: *part-reduce* is `reduce_scatter`, *part-broadcast* is `allgather`.  A layer's
 gradients are part-reduced to their owners, each owner updates its shard, and the weights are
@@ -26,14 +26,14 @@ import time
 
 import numpy as np
 
-from . import launcher
+from . import launcher, mpi
 from .commthread import CommunicationThread, on_thread
 from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
 from .hierarchy import Hierarchy
 from .nodes import Nodes
 from .serial import SerialCommunicator, as_texts, check_shares, check_small
 from .shared import NoSharedMemory, Shared
-from .transfer import Direct, Messages, piece_spans
+from .transfer import Direct, Messages, cut, piece_spans, segments
 
 # 1 GiB of float32.  Not 2^31-1, because some MPI libraries multiply counts by the size of an element in an
 # int.
@@ -41,10 +41,6 @@ MAX_COUNT = 2**28
 PIECE = 2**22  # elements of a float array that travel at a time; bounds the memory for what is received
 _PROBE = 2**20  # elements of the exchange that measures the bandwidth
 _EXCHANGE_TAG = 7
-
-
-class NoMPIError(RuntimeError):
-    """MPI was asked for and is not there."""
 
 
 class LaunchError(RuntimeError):
@@ -71,14 +67,14 @@ def create(comm=None, single_process=False):
     if single_process:
         return SerialCommunicator("a single process was asked for")
     try:
-        MPI = _mpi()
-    except NoMPIError as error:
+        MPI = mpi.load()
+    except mpi.NoMPIError as error:
         message = launcher.mismatch(None)
         if message:
             raise LaunchError(message) from error
         return SerialCommunicator(str(error))
     if MPI.COMM_WORLD.size == 1:
-        message = launcher.mismatch(_library(MPI))
+        message = launcher.mismatch(mpi.library(MPI))
         if message:
             raise LaunchError(message)
     return Communicator()
@@ -101,23 +97,6 @@ def guard_imports():
         raise
 
 
-def mpi_information():
-    """What `pcldnn info` says of MPI: a dict of `library`, `mpi4py`, `thread_level`, `advice`; starts MPI."""
-    try:
-        MPI = _mpi()
-    except NoMPIError as error:
-        return {"library": "none", "mpi4py": "none", "thread_level": "none", "advice": str(error)}
-    import mpi4py
-
-    advice = launcher.mismatch(_library(MPI)) if MPI.COMM_WORLD.size == 1 else None
-    return {
-        "library": _library(MPI),
-        "mpi4py": mpi4py.__version__,
-        "thread_level": _thread_level(MPI),
-        "advice": advice or "",
-    }
-
-
 class Communicator(SerialCommunicator):
     """Ranks of an MPI job.
 
@@ -130,7 +109,7 @@ class Communicator(SerialCommunicator):
     """
 
     def __init__(self, comm=None, max_count=MAX_COUNT):
-        MPI = _mpi()
+        MPI = mpi.load()
         if comm is None:
             comm = MPI.COMM_WORLD
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -149,8 +128,8 @@ class Communicator(SerialCommunicator):
         self.max_count = max_count
         self.rank = comm.rank
         self.size = comm.size
-        self.library = _library(MPI)
-        self.thread_level = _thread_level(MPI)
+        self.library = mpi.library(MPI)
+        self.thread_level = mpi.thread_level(MPI)
         self._messages = Messages(MPI, self._comm, self._wait_for)
         self._direct = Direct(self._comm, self._messages)
         self._bandwidth = None
@@ -297,9 +276,9 @@ class Communicator(SerialCommunicator):
         # The peer at distance 1 first, then at distance 2, ...: not all ranks at the same one.
         order = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         requests = [self._comm.Irecv(piece, peer, _EXCHANGE_TAG) for peer in reversed(order)
-                    for piece in _pieces(receives[peer], self.max_count)]  # fmt: skip
+                    for piece in cut(receives[peer], self.max_count)]  # fmt: skip
         requests += [self._comm.Isend(piece, peer, _EXCHANGE_TAG) for peer in order
-                     for piece in _pieces(sends[peer], self.max_count)]  # fmt: skip
+                     for piece in cut(sends[peer], self.max_count)]  # fmt: skip
         self._wait_for(lambda: self._MPI.Request.Testall(requests))
 
     @on_thread
@@ -407,59 +386,3 @@ class Communicator(SerialCommunicator):
             self.thread.idle(test)
         else:
             wait(test)
-
-
-def segments(shares, limit):
-    """Cut an exchange of uneven shares in consecutive pieces of at most `limit` elements.
-
-    Yields
-    ------
-    begin, end : int
-        The piece of the buffer.
-    counts : list of int
-        The elements of each rank's share that lie in it.
-    """
-    starts = np.concatenate([[0], np.cumsum(shares, dtype=np.int64)])
-    for begin in range(0, int(starts[-1]), limit):
-        end = min(begin + limit, int(starts[-1]))
-        inside = np.clip(starts, begin, end)
-        yield begin, end, np.diff(inside).tolist()
-
-
-def _pieces(arrays, limit):
-    """The arrays, flat, in messages of at most `limit` elements."""
-    for array in arrays:
-        flat = array.reshape(-1)
-        for begin in range(0, flat.size, limit):
-            yield flat[begin : begin + limit]
-
-
-def _mpi():
-    """mpi4py's MPI module, started; NoMPIError where there is none."""
-    try:
-        from mpi4py import MPI
-    except ModuleNotFoundError as error:
-        raise NoMPIError(f"mpi4py is not installed: {launcher.INSTALL_ADVICE}") from error
-    except (ImportError, RuntimeError) as error:  # mpi4py is there, a library for it is not
-        reason = str(error).splitlines()[0]
-        message = f"mpi4py is installed, but MPI cannot be loaded ({reason}): {launcher.INSTALL_ADVICE}"
-        raise NoMPIError(message) from error
-    if not MPI.Is_initialized():
-        raise NoMPIError("MPI is not started (mpi4py.rc.initialize = False): call MPI.Init_thread() first")
-    return MPI
-
-
-def _library(MPI):
-    """`MPICH 5.0.2`, `Open MPI 5.0.11`, ..."""
-    line = MPI.Get_library_version().strip().splitlines()[0].split(",")[0]
-    return " ".join(line.replace("Version:", "").replace("Open MPI v", "Open MPI ").split())
-
-
-def _thread_level(MPI):
-    names = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    return names[MPI.Query_thread()]

@@ -1,4 +1,4 @@
-"""A network at run time: the one place where kernels and messages interleave.
+"""A network: layers with weights, and what can be asked of them.
 
 A training step is three calls, on every rank with its own share of the minibatch:
 
@@ -7,26 +7,24 @@ A training step is three calls, on every rank with its own share of the minibatc
     update         from the first layer to the last: each rank updates the shard it owns, allgather of the new weights
 
 What is computed, where it lies in memory and in which order messages go is fixed by the Plan (plan.py); what a layer
-computes is in layers/. Here the plan's arrays are allocated, once, and the calls are made.
+computes is in layers/. Here arguments are checked and weights kept; passes.py runs the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
+from pcldnn.layers.base import StepContext
 from pcldnn.layers.conv import chosen_algorithm
-from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
+from pcldnn.layout import as_float32, as_integers, unblock
 from pcldnn.machine import threads_per_rank
-from pcldnn.overlap import Overlap
-from pcldnn.partition import bounds, shares
+from pcldnn.partition import shares
+from pcldnn.passes import Passes
 from pcldnn.plan import Plan, name_layers, plan
-from pcldnn.trace import clock
 from pcldnn.tuning import quicker
 from pcldnn.units import Placement
 from pcldnn.weights import Weights
@@ -62,13 +60,10 @@ class Network:
         self.seed = _check_seed(seed)
         self.algorithm = algorithm
         self.communicator = SerialCommunicator()
-        self.prepared: Plan | None = None  # the plan that runs
         self._outline = self.plan(1)  # shapes and parameters, which no minibatch changes
         self._weights = Weights(self._outline)
-        self._units: list[Unit] = []
-        self._overlap: Overlap | None = None  # exchanges under way, on several ranks
-        self.trace = None  # a Trace to which calls and waits are added
-        self._step: StepContext | None = None  # of the forward pass that backward would belong to
+        self._passes: Passes | None = None  # of the plan that runs
+        self._trace = None
 
     def __repr__(self) -> str:
         return (
@@ -92,6 +87,22 @@ class Network:
     def parameter_count(self) -> int:
         """Numbers that are learnt."""
         return self._outline.parameter_count
+
+    @property
+    def prepared(self) -> Plan | None:
+        """The plan that runs."""
+        return self._passes.plan if self._passes else None
+
+    @property
+    def trace(self):
+        """A Trace to which calls and waits are added; None: they are not. Exchanges use what was set at `prepare`."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace):
+        self._trace = trace
+        if self._passes:
+            self._passes.trace = trace
 
     def plan(self, minibatch: int, ranks: int = 1, *, tune: bool | dict = False, **options) -> Plan:
         """What a run would do and need; see `plan.plan`. Allocates nothing, unless it has to `tune`: see `prepare`."""
@@ -133,7 +144,7 @@ class Network:
         self.finish()
         if self.is_split:
             self._weights.place({})
-            self.prepared, self._units, self._step, self._overlap = None, [], None, None
+            self._passes = None
 
     def initialize(self, seed: int) -> None:
         """Draw all weights: the same for every rank, SIMD width and number of ranks.
@@ -166,10 +177,7 @@ class Network:
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the last `backward`, logical; of several ranks' only the owned shard is complete. Collective."""
-        self._training_plan("gradients")
-        if self._overlap:
-            self._overlap.finish_gradients()
-        flat = {unit.name: unit.gradients for unit in self._learning_units()}
+        flat = self._training("gradients").finish_gradients()
         return {name: value for layer in self._weights.logical(flat) for name, value in layer.items()}
 
     # --- preparation ---
@@ -217,57 +225,9 @@ class Network:
         if training:
             self._weights.owners = placements
         self.communicator = communicator
-        self.prepared = new
-        self._allocate(new)
+        self._passes = None  # gives back what an earlier plan held
+        self._passes = Passes(new, self.parameters, placements, communicator, self.trace)
         return new
-
-    def _allocate(self, new: Plan) -> None:
-        self._units, self._step, self._overlap = [], None, None  # gives back what an earlier plan held
-        arena = self._arena = aligned_zeros(new.arena_size)
-        arrays = {
-            role: arena[buffer.offset : buffer.offset + buffer.size]
-            for buffer in new.buffers
-            for role in buffer.roles
-        }
-
-        def array(name, role, layout):
-            flat = arrays.get((name, role))
-            return None if flat is None else flat.reshape(layout.array_shape(new.images))
-
-        self._input = array("input", "output", new.input)
-        self._output_grad = array("loss", "input_grad", new.output)
-        self._losses = np.zeros(new.images)
-        if new.training:
-            self._share()
-        for layer in new.layers:
-            placement = self._weights.placements.get(layer.name)
-            scratch = dict.fromkeys(PASSES) | {
-                role.removesuffix(" scratch"): flat
-                for (name, role), flat in arrays.items()
-                if name == layer.name and role not in ("output", "input_grad")
-            }
-            memory = Memory(
-                output=array(layer.name, "output", layer.output),
-                input_grad=array(layer.name, "input_grad", layer.input),
-                parameters=self.parameters.get(layer.name),
-                gradients=placement.data.allocate(placement.part.parameter_size) if layer.weight_grad else None,
-                scratch=scratch,
-            )
-            self._units.append(
-                placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
-            )
-        if new.training and new.ranks > 1:
-            bandwidth = self.communicator.bandwidth() if self.communicator.has_thread else float("inf")
-            placements = self._weights.placements
-            self._overlap = Overlap(new, self._units, placements, self.communicator, bandwidth, self.trace)
-
-    def _share(self) -> None:
-        """Move the weights to memory from which exchanges between ranks are fast; collective."""
-        for name, values in self.parameters.items():
-            data = self._weights.placements[name].data
-            if data.size > 1:
-                self._weights.flat[name] = data.allocate(values.size)
-                self._weights.flat[name][:] = values
 
     # --- passes ---
 
@@ -285,13 +245,13 @@ class Network:
         images = self._check_images(images)
         if self.prepared is None:
             self.prepare(INFERENCE_IMAGES, training=False)
-        running, self._step = self.prepared, None
+        running, self._passes.step = self.prepared, None
         outputs = np.empty((len(images), *running.output.logical_shape), np.float32)
         counts = self.communicator.allgather_object(len(images)) if self.is_split else [len(images)]
         for start in range(0, max(counts), running.images):
             part = slice(start, start + running.images)
             step = StepContext(counts=tuple(min(max(count - start, 0), running.images) for count in counts))
-            outputs[part] = unblock(self._forward(images[part], step), running.output, running.threads)
+            outputs[part] = unblock(self._passes.forward(images[part], step), running.output, running.threads)
         return outputs
 
     def forward_loss(
@@ -324,7 +284,8 @@ class Network:
         ValueError
             For a label outside 0..classes-1 (before gradients are touched), and for arrays of the wrong shape.
         """
-        running = self._training_plan("forward_loss")
+        passes = self._training("forward_loss")
+        running = passes.plan
         images = self._check_images(images)
         count = len(images)
         labels = as_integers(labels, "labels", count)
@@ -336,18 +297,9 @@ class Network:
                 f"(prepared for a minibatch of {running.minibatch} on {running.ranks} ranks)"
             )
         counts = self._image_counts(count, total)
-        self._step = None
         pieces = shares(total, running.pieces) if running.pieces else ()
         step = StepContext(True, self.seed, epoch, sample_ids, counts, pieces)
-        logits = self._forward(images, step)
-        losses, gradient = self._losses[:count], self._output_grad[:count]
-        start = clock()
-        self.loss.compute(logits, labels, self.num_classes, 1 / total, losses, gradient, running.threads)
-        if self.trace is not None:
-            self.trace.compute("loss", "loss", start, 2 * gradient.nbytes)
-        self._step = step
-        self.piece_losses = self._sum_losses(losses, step)
-        scores = logits.reshape(count, running.output.padded_features)[:, : self.num_classes]
+        scores, self.piece_losses = passes.forward_loss(images, labels, self.loss, 1 / total, step)
         return float(self.piece_losses.sum()), scores
 
     def _image_counts(self, count: int, total: int) -> tuple[int, ...]:
@@ -363,33 +315,13 @@ class Network:
             )
         return counts
 
-    def _sum_losses(self, losses: np.ndarray, step: StepContext) -> np.ndarray:
-        """Sums of this rank's losses, by pieces of the whole minibatch (one piece, if not in exact mode).
-
-        Other ranks' pieces are zero, so adding the arrays of all ranks is exact.
-        """
-        if not step.piece_counts:
-            return np.array([losses.sum()])
-        ends = np.cumsum([0, *step.piece_counts]) - bounds(step.counts, self.communicator.rank)[0]
-        inside = np.clip(ends, 0, len(losses))
-        return np.array([losses[start:stop].sum() for start, stop in pairwise(inside)])
-
     def backward(self, optimizer=None, epoch: float = 0.0) -> None:
         """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective.
 
         With an optimizer, the update of a layer may begin as soon as backward has passed it, if the network would
         stand idle. `update` with the same arguments must follow, unless the step was refused (`start_sum`).
         """
-        step = self._started("backward")
-        dy = self._output_grad[: len(step.sample_ids)]
-        if self._overlap:
-            self._overlap.begin_backward(optimizer and self._change(optimizer, epoch))
-        for unit in reversed(self._units):
-            if unit.plan.weight_grad:
-                self._run(unit, "weight_grad", dy)
-            if not unit.plan.input_grad:
-                break  # no layer before this one learns
-            dy = self._run(unit, "input_grad", dy)
+        self._started("backward").backward(optimizer, epoch)
 
     def update(self, optimizer, epoch: float = 0.0) -> None:
         """Let `optimizer` change the weights. Collective.
@@ -398,30 +330,7 @@ class Network:
         is for the schedule of the learning rate. Returns before all is done when the communicator has a thread: the
         next forward pass, or whatever else needs the weights, waits for them (`finish`).
         """
-        self._training_plan("update")
-        exchanged = self._overlap.layers if self._overlap else ()
-        change = self._change(optimizer, epoch)
-        if self._overlap:
-            self._overlap.update(change)
-        for unit in self._learning_units():
-            if unit.name not in exchanged:
-                start = clock()
-                change(unit.name)
-                if self.trace is not None:
-                    self.trace.compute("update", unit.name, start, 5 * unit.gradients.nbytes)
-
-    def _change(self, optimizer, epoch: float):
-        """A function that updates this rank's shard of a layer, by name."""
-        exchanged = self._overlap.layers if self._overlap else ()
-        units = {unit.name: unit for unit in self._learning_units()}
-
-        def change(name):
-            unit, own = units[name], self._weights.placements[name].own
-            # Beside compute's threads the communication thread is one more, not a team.
-            threads = 1 if name in exchanged and self.communicator.has_thread else self.prepared.threads
-            optimizer.update(name, unit.parameters[own], unit.gradients[own], epoch, threads)
-
-        return change
+        self._training("update").update(optimizer, epoch)
 
     def start_sum(self, array: np.ndarray, refuses=None):
         """Begin to add a small array of numbers over the ranks, beside compute, before `backward`. Collective.
@@ -429,42 +338,13 @@ class Network:
         Returns a function that waits for the sum and gives it; whoever calls it before `update` may still refuse
         the step. If backward is given the optimizer, `refuses(sum)` must tell it when that will be so.
         """
-        return self._overlap.start_sum(array, refuses) if self._overlap else lambda: array
+        overlap = self._passes and self._passes.overlap
+        return overlap.start_sum(array, refuses) if overlap else lambda: array
 
     def finish(self) -> None:
         """Wait until the last `update` is done on this rank."""
-        if self._overlap:
-            self._overlap.finish()
-
-    def _forward(self, images: np.ndarray, step: StepContext) -> np.ndarray:
-        """Blocked output for logical images."""
-        start = clock()
-        x = block(images, self.prepared.input, self._input[: len(images)], self.prepared.threads)
-        if self.trace is not None:
-            self.trace.compute("block", "input", start, 2 * x.nbytes)
-        for unit in self._units:
-            x = self._run(unit, "forward", x, step)
-        return x
-
-    def _run(self, unit: Unit, pass_name: str, *arguments):
-        """Every call of a layer in this file is made here, between the waits for what it needs and gives."""
-        if self._overlap and unit.plan.parameters:
-            self._overlap.before(pass_name, unit.name)
-        start = clock()
-        try:
-            result = getattr(unit, pass_name)(*arguments)
-        except Exception as error:
-            error.add_note(f"in {pass_name} of layer {unit.name}, {unit.plan.layer!r}")
-            raise
-        if self.trace is not None:
-            made, share = getattr(unit.plan, pass_name), len(arguments[0]) / unit.plan.images
-            self.trace.compute(pass_name, unit.name, start, made.bytes * share, made.flop * share)
-        if pass_name == "weight_grad" and self._overlap:
-            self._overlap.gradients_ready(unit.name)
-        return result
-
-    def _learning_units(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.plan.weight_grad]
+        if self._passes and self._passes.overlap:
+            self._passes.overlap.finish()
 
     def gather_shards(self, shards: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """Logical arrays, named like the weights, of something that ranks hold in shards (momentum). Collective.
@@ -494,18 +374,9 @@ class Network:
         input ("input" is the answer when that is at fault). None when all is finite. Collective only when the network
         `is_split`.
         """
-        step = self._started("find_nonfinite")
+        passes = self._started("find_nonfinite")
         self.finish()
-        x = self._input[: len(step.sample_ids)]
-        found = [] if _finite(x) else ["input"]
-        for unit in self._units:
-            if found and not self.is_split:
-                break
-            x = self._run(unit, "forward", x, step)
-            if not _finite(x) or (unit.plan.parameters and not _finite(unit.parameters)):
-                found.append(unit.name)
-        found += [unit.name for unit in reversed(self._learning_units()) if not _finite(unit.gradients)]
-        return found[0] if found else None
+        return next(iter(passes.nonfinite(self.is_split)), None)
 
     def _check_images(self, images) -> np.ndarray:
         images = np.asarray(images)
@@ -513,24 +384,18 @@ class Network:
             images = images[:, :, 0, 0]  # a data set of images may hold vectors as 1x1 images
         return as_float32(images, "images", (None, *self.input_shape))
 
-    def _training_plan(self, caller: str) -> Plan:
+    def _training(self, caller: str) -> Passes:
         if self.prepared is None or not self.prepared.training:
             raise ValueError(f"Network.{caller}: call prepare(minibatch, communicator) first")
-        return self.prepared
+        return self._passes
 
-    def _started(self, caller: str) -> StepContext:
-        if self._step is None:
+    def _started(self, caller: str) -> Passes:
+        if self._passes is None or self._passes.step is None:
             raise ValueError(f"Network.{caller}: call forward_loss first")
-        return self._step
+        return self._passes
 
 
 def _check_seed(seed: int) -> int:
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed: got {seed}, wanted 0 <= seed < 2**32")
     return seed
-
-
-def _finite(array: np.ndarray) -> bool:
-    """Whether all numbers are finite: their sum in float64 is, exactly then (float32 cannot overflow it)."""
-    with np.errstate(invalid="ignore"):  # inf - inf
-        return bool(np.isfinite(array.sum(dtype=np.float64)))

@@ -26,7 +26,6 @@ from pcldnn.checkpoint import (
     CollectiveCheckpointError,
     CollectiveReader,
     check_writable,
-    remove_leftovers,
     save_collective,
 )
 from pcldnn.communicator import create
@@ -36,6 +35,7 @@ from pcldnn.faults import CollectiveError
 from pcldnn.plan import format_algorithms
 from pcldnn.recording import Recording
 from pcldnn.report import Report
+from pcldnn.safetensors import remove_leftovers
 
 
 class TrainingDiverged(CollectiveError, ArithmeticError):

@@ -25,6 +25,31 @@ def piece_spans(shares, index=0, count=1):
     return spans
 
 
+def segments(shares, limit):
+    """Cut an exchange of uneven shares in consecutive pieces of at most `limit` elements.
+
+    Yields
+    ------
+    begin, end : int
+        The piece of the buffer.
+    counts : list of int
+        The elements of each rank's share that lie in it.
+    """
+    starts = np.concatenate([[0], np.cumsum(shares, dtype=np.int64)])
+    for begin in range(0, int(starts[-1]), limit):
+        end = min(begin + limit, int(starts[-1]))
+        inside = np.clip(starts, begin, end)
+        yield begin, end, np.diff(inside).tolist()
+
+
+def cut(arrays, limit):
+    """The arrays, flat, in messages of at most `limit` elements."""
+    for array in arrays:
+        flat = array.reshape(-1)
+        for begin in range(0, flat.size, limit):
+            yield flat[begin : begin + limit]
+
+
 def add_arrays(arrays, out):
     """out = arrays[0] + arrays[1] + ... in this order; `out` may be one of them. float32 or float64."""
     # Not at the top: a rank that cannot load its kernels must still be able to end the job (`guard_imports`).

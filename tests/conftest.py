@@ -4,10 +4,20 @@ import json
 
 import pytest
 from blocked import Arena
-from mpi_launch import launch, mpirun_command
+from mpi_launch import launch, mpi_library, mpirun_command
 from on_target import running_on
 
 from pcldnn import _kernels
+
+
+def pytest_report_header():
+    return f"MPI: {(mpi_library() or 'none').splitlines()[0]}"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "run_mpi" in item.fixturenames:
+            item.add_marker(pytest.mark.mpi)
 
 
 @pytest.fixture(scope="session")

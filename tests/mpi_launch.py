@@ -71,20 +71,26 @@ def launch(ranks, script_or_args, timeout=180, env=None, check=True):
 
 
 @cache
-def mpirun_command():
-    """The mpirun that fits this Python's mpi4py, with its options; skips the test where there is none."""
+def mpi_library():
+    """What the MPI behind this Python's mpi4py says of itself; "" where there is none."""
     question = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI\n"
         "print(MPI.Get_library_version())"
     )
-    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, timeout=60, check=False)
-    if answer.returncode != 0:
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=60, check=False)
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+@cache
+def mpirun_command():
+    """The mpirun that fits this Python's mpi4py, with its options; skips the test where there is none."""
+    if not mpi_library():
         pytest.skip("no MPI: pip install 'pcldnn[mpich]'")
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         pytest.skip("mpi4py is here, but no mpirun, neither beside this Python nor on PATH")
-    if b"Open MPI" in answer.stdout:
+    if "Open MPI" in mpi_library():
         as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
         return [mpirun, "--oversubscribe", "--bind-to", "none", *as_root]
     return [mpirun]

@@ -9,6 +9,7 @@ from pcldnn import _kernels, cli
 from pcldnn.machine import Machine
 
 
+@pytest.mark.mpi
 def test_info_names_what_a_bug_report_needs(capsys):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out.replace("SIMD width", "SIMD_width")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcldnn import communicator, launcher
+from pcldnn import communicator, launcher, transfer
 
 RANKS = [1, 2, 3, 4]
 # A process to which mpi4py does not exist.
@@ -29,7 +29,7 @@ def test_agreement_sub_communicators_and_refusals(run_mpi, ranks):
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 60))
 def test_segments_cover_every_share_once(shares, limit):
-    pieces = list(communicator.segments(shares, limit))
+    pieces = list(transfer.segments(shares, limit))
     assert [begin for begin, _, _ in pieces] == list(range(0, sum(shares), limit))
     assert all(end - begin == sum(counts) <= limit for begin, end, counts in pieces)
     assert np.array_equal(np.sum([counts for *_, counts in pieces], axis=0), shares if sum(shares) else 0)
@@ -41,7 +41,7 @@ def test_segments_cover_every_share_once(shares, limit):
 def test_segments_beyond_the_counts_of_mpi():
     """2^31-1 elements are where MPI's int counts end; three shares of 2^31 each."""
     shares = [2**31] * 3
-    pieces = list(communicator.segments(shares, communicator.MAX_COUNT))
+    pieces = list(transfer.segments(shares, communicator.MAX_COUNT))
     assert pieces[-1][1] == 3 * 2**31
     assert all(sum(counts) <= communicator.MAX_COUNT for *_, counts in pieces)
     assert [sum(counts[rank] for *_, counts in pieces) for rank in range(3)] == shares
@@ -80,7 +80,7 @@ def test_mpi_is_loaded_only_when_used():
 
 def test_without_mpi_one_process_works_and_is_told_what_to_install():
     run_python(NO_MPI + "c = communicator.create(); assert c.size == 1 and 'pcldnn[mpich]' in c.note, c.note")
-    run_python(NO_MPI + "i = communicator.mpi_information(); assert 'pcldnn[mpich]' in i['advice'], i")
+    run_python(NO_MPI + "from pcldnn import mpi; i = mpi.mpi_information(); assert 'pcldnn[mpich]' in i['advice'], i")
     result = run_python(NO_MPI + "communicator.Communicator()", check=False)
     assert "NoMPIError: mpi4py is not installed: pip install 'pcldnn[mpich]'" in result.stderr
 

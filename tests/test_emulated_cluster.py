@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from mpi_launch import REPOSITORY, mpirun_command
+from mpi_launch import REPOSITORY, mpi_library
 
 SCRIPT = REPOSITORY / "scripts" / "emulated_cluster.py"
 SPEC = importlib.util.spec_from_file_location("emulated_cluster", SCRIPT)
@@ -35,7 +35,7 @@ def hosts():
     """`hosts(options, *command, **environment)` -> exit code, MB sent by each host, output; skips where it cannot."""
     if emulated_cluster.missing():
         pytest.skip(emulated_cluster.missing())
-    if "--oversubscribe" in mpirun_command():
+    if "MPICH" not in mpi_library():
         pytest.skip("for MPICH")
     trial = f"pcldnntry{os.getpid()}"
     if run("ip", "netns", "add", trial).returncode != 0:

@@ -280,7 +280,7 @@ def test_exact_mode_on_one_rank_is_the_same_gradient(algorithm):
     for exact in (False, True, 2):
         network = Network(layers, (3, 6, 6), algorithm=algorithm)
         network.prepare(13, exact=exact)
-        network._arena[:] = np.nan
+        network._passes.arena[:] = np.nan
         loss, _ = network.forward_loss(images, labels)
         network.backward()
         assert len(network.piece_losses) == {False: 1, True: 8}.get(exact, exact)

@@ -1,39 +1,18 @@
-"""Network: training steps against an independent float64 computation, memory, ranks' shares, and mistakes."""
+"""Network: training steps against an independent float64 computation, memory, ranks' shares."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 from on_target import running_on
+from small_network import SHAPE, SMALL, batch, step
 
 import pcldnn.network
 from pcldnn import SGD, Network, _kernels
 from pcldnn.communicator import SerialCommunicator
-from pcldnn.layers import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid, Tanh
+from pcldnn.layers import Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid, Tanh
 from pcldnn.layers.base import LayerPlan
 from pcldnn.plan import plan
-
-SMALL = [
-    Conv2d(3, 10, 3, padding=1), ReLU(), MaxPool2d(2), Conv2d(10, 9, 3, padding=1), Tanh(), Dropout(0.3),
-    AvgPool2d(2, ceil_mode=True), Flatten(), Linear(36, 17), ReLU(), Dropout(0.5), Linear(17, 5),
-]  # fmt: skip
-SHAPE = (3, 6, 7)
-
-
-def batch(images=5, shape=SHAPE, classes=5, seed=0):
-    random = np.random.default_rng(seed)
-    return random.standard_normal((images, *shape)).astype(np.float32), random.integers(0, classes, images)
-
-
-def step(network, images, labels, optimizer=None, **options):
-    """One step; the sum of the losses, the logits and the gradients."""
-    loss, logits = network.forward_loss(images, labels, **options)
-    logits = logits.copy()
-    network.backward()
-    gradients = network.gradients()
-    if optimizer:
-        network.update(optimizer)
-    return loss, logits, gradients
 
 
 def assert_close(one, other, rtol=1e-5, atol=1e-6):
@@ -210,12 +189,12 @@ def test_nothing_reads_dead_memory(target):
     network, optimizer = Network(SMALL, SHAPE), SGD(0.1)
     network.prepare(5)
     for i in range(2):
-        network._arena[:] = np.nan
+        network._passes.arena[:] = np.nan
         loss, logits, gradients = step(network, *batch(seed=i), optimizer)
         assert np.isfinite(loss)
         assert np.isfinite(logits).all()
         assert all(np.isfinite(gradient).all() for gradient in gradients.values())
-    network._arena[:] = np.nan
+    network._passes.arena[:] = np.nan
     assert np.isfinite(network.forward(batch()[0])).all()
 
 
@@ -293,7 +272,7 @@ def test_gradients_are_weighted_by_the_global_count(target):
     loss, _, wanted = step(whole, images, labels, sample_ids=ids, epoch=1)
     total, summed = 0.0, None
     for piece in (slice(0, 2), slice(2, 3), slice(3, 3)):
-        for unit in part._units:
+        for unit in part._passes.units:
             if unit.gradients is not None:
                 unit.gradients[:] = np.nan  # A7: overwritten even when there is nothing to sum
         share_loss, _, gradients = step(
@@ -356,7 +335,7 @@ def test_each_rank_updates_the_shard_it_owns(rank):
     optimizer = SGD(0.1, momentum=0.9)
     step(network, *batch(2), optimizer, global_count=14)
     assert peers.calls == [(m.kind, sum(m.sizes), m.sizes) for m in planned.messages]
-    for unit in network._units:
+    for unit in network._passes.units:
         if unit.plan.parameters:
             own = network._weights.placements[unit.name].own
             wanted = before[unit.name]
@@ -367,65 +346,7 @@ def test_each_rank_updates_the_shard_it_owns(rank):
     assert "layer features.0" in peers.description
 
 
-# --- starting values --------------------------------------------------------------------------------------------
-
-
-def test_starting_values():
-    """By the activation behind and the dropout in front; drawn from the seed and the layer only."""
-    layers = [Conv2d(16, 64, 3), ReLU(), Flatten(), Dropout(0.75), Linear(1024, 500), Sigmoid(), Linear(500, 400)]
-    values = Network(layers, (16, 6, 6)).state_dict()
-    spread = {name: value.std() for name, value in values.items()}
-    assert spread["features.0.weight"] == pytest.approx(np.sqrt(2 / 144), rel=0.03)
-    assert spread["classifier.1.weight"] == pytest.approx(4 * np.sqrt(2 / 1524) / 2, rel=0.03)
-    assert spread["classifier.3.weight"] == pytest.approx(0.1 * np.sqrt(2 / 900), rel=0.03)
-    assert not any(value.any() for name, value in values.items() if name.endswith("bias"))
-    again, other = Network(layers, (16, 6, 6), seed=0).state_dict(), Network(layers, (16, 6, 6), seed=1).state_dict()
-    assert all(np.array_equal(values[name], again[name]) for name in values)
-    assert not np.array_equal(values["features.0.weight"], other["features.0.weight"])
-
-
-def test_signals_survive_a_deep_network(target):
-    """20 convolutions with ReLU, no normalisation: activations and gradients keep their size to the ends."""
-    layers = [Conv2d(3, 16, 3, padding=1), ReLU()]
-    for _ in range(19):
-        layers += [Conv2d(16, 16, 3, padding=1), ReLU()]
-    network = Network([*layers, Flatten(), Linear(16 * 64, 10)], (3, 8, 8))
-    network.prepare(8)
-    network.forward_loss(*batch(8, (3, 8, 8), 10))
-    first, last = (np.sqrt(np.mean(np.square(unit.y))) for unit in (network._units[0], network._units[19]))
-    assert 0.1 < first / last < 10
-    network.backward()
-    gradients = network.gradients()
-    first, last = (np.abs(gradients[f"features.{i}.weight"]).mean() for i in (0, 38))
-    assert 0.02 < first / last < 50
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_nonfinite_is_named(target):
-    network = Network(SMALL, SHAPE)
-    network.prepare(5)
-    images, labels = batch()
-    network.forward_loss(images, labels)
-    assert network.find_nonfinite() is None
-    network.backward()
-    assert network.find_nonfinite() is None
-    clean = network.state_dict()
-    spoiled = {name: value.copy() for name, value in clean.items()}
-    spoiled["features.3.bias"][4] = np.nan
-    network.load_state_dict(spoiled)
-    loss, _ = network.forward_loss(images, labels)
-    assert not np.isfinite(loss)
-    assert network.find_nonfinite() == "features.3"
-    network.load_state_dict({**clean, "classifier.3.weight": np.full((5, 17), 3e38, np.float32)})
-    network.forward_loss(images, labels)
-    assert network.find_nonfinite() == "classifier.3"
-    network.load_state_dict(clean)
-    images[2, 0, 0, 0] = np.inf
-    network.forward_loss(images, labels)
-    assert network.find_nonfinite() == "input"
+# --- the arguments ------------------------------------------------------------------------------------------------
 
 
 def test_arrays_of_any_strides(target):
@@ -449,84 +370,9 @@ def test_arrays_of_any_strides(target):
     assert all(np.array_equal(value, network.state_dict()[name]) for name, value in transposed.items())
 
 
-def test_labels_are_checked(target):
-    """A11."""
-    network = Network(SMALL, SHAPE)
-    network.prepare(5)
-    images, labels = batch()
-    for wrong in (5, -1, 1000):
-        labels[3] = wrong
-        with pytest.raises(ValueError, match=rf"labels\[3\] is {wrong}.*5 classes"):
-            network.forward_loss(images, labels)
-        with pytest.raises(ValueError, match="call forward_loss first"):
-            network.backward()
-
-
-def test_errors_in_a_pass_name_the_layer(monkeypatch):
-    def broken(*arguments):
-        raise RuntimeError("as if a kernel failed")
-
-    network = Network(SMALL, SHAPE)
-    network.prepare(5)
-    monkeypatch.setattr(MaxPool2d, "compute_forward", broken)
-    with pytest.raises(RuntimeError) as caught:
-        network.forward(batch()[0])
-    assert caught.value.__notes__[0].startswith("in forward of layer features.2, MaxPool2d")
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (lambda n, x, y: n.forward_loss(x, y), r"forward_loss: call prepare"),
-        (lambda n, x, y: n.backward(), "call forward_loss first"),
-        (lambda n, x, y: n.update(SGD(0.1)), "call prepare"),
-        (lambda n, x, y: n.find_nonfinite(), "call forward_loss first"),
-        (lambda n, x, y: n.forward(x[:, :2]), r"images: got shape \(5, 2, 6, 7\), wanted \(any, 3, 6, 7\)"),
-        (lambda n, x, y: n.forward(x.astype(float)), "images: got dtype float64"),
-        (lambda n, x, y: n.initialize(-1), "seed: got -1"),
-        (lambda n, x, y: n.load_state_dict({}), r"missing \['classifier.0.bias'"),
-        (lambda n, x, y: n.load_state_dict({**n.state_dict(), "extra": y}), r"not in this network \['extra'\]"),
-        (
-            lambda n, x, y: n.load_state_dict({**n.state_dict(), "features.0.weight": x}),
-            r"features\.0\.weight: got shape .* wanted \(10, 3, 3, 3\)",
-        ),
-    ],
-)
-def test_mistakes_are_named(action, message):
-    with pytest.raises(ValueError, match=message):
-        action(Network(SMALL, SHAPE), *batch())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"labels": [0]}, "labels: got shape"),
-        ({"labels": [0.0] * 5}, "labels: got dtype"),
-        ({"sample_ids": [1, 2]}, "sample_ids: got shape"),
-        ({"global_count": 4}, "got 5 in a step of global_count 4"),
-        ({"images": np.zeros((6, *SHAPE), np.float32), "labels": [0] * 6}, "got 6 in a step .* wanted at most 5"),
-    ],
-)
-def test_mistakes_in_a_step_are_named(options, message):
-    network = Network(SMALL, SHAPE)
-    network.prepare(5)
-    images, labels = batch()
-    with pytest.raises(ValueError, match=message):
-        network.forward_loss(**{"images": images, "labels": labels, **options})
-
-
-def test_training_wants_class_scores():
-    with pytest.raises(ValueError, match=r"ends with images of shape \(6, 4, 5\): put Flatten"):
-        Network([Conv2d(3, 6, 3)], SHAPE).prepare(2)
-    with pytest.raises(ValueError, match="call prepare"):
-        network = Network(SMALL, SHAPE)
-        network.prepare(2, training=False)
-        network.forward_loss(*batch(2))
-
-
 def test_one_unit_a_planned_layer():
     network = Network(SMALL, SHAPE)
     network.prepare(5)
-    assert all(isinstance(unit.plan, LayerPlan) for unit in network._units)
+    assert all(isinstance(unit.plan, LayerPlan) for unit in network._passes.units)
     assert repr(network) == f"Network(12 layers, (3, 6, 7) to (5,), {network.parameter_count:,} parameters)"
     assert network.parameter_count == 10 * 28 + 9 * 91 + 17 * 37 + 5 * 18

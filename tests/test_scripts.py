@@ -56,6 +56,7 @@ def test_oversubscription_is_named(run_mpi):
     assert "mpirun -n" in done.stderr or "--threads" in done.stderr, done.output
 
 
+@pytest.mark.mpi
 def test_launcher_that_disagrees_with_mpi_is_refused(tmp_path):
     """A20: Slurm started four tasks, MPI sees one; unless a single process is asked for."""
     environment = {**os.environ, "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}

@@ -35,8 +35,8 @@ def train(comm, bandwidth, steps=5, early=False, **options):
         assert control()[0] == (comm.size if step == steps else 0)
         if step < steps:
             net.update(optimizer)
-    held = sum(len(stage.gradients) for stage in net._overlap.schedule.update)
-    updated = sum(len(stage.layers) for stage in net._overlap.schedule.backward.values())
+    held = sum(len(stage.gradients) for stage in net._passes.overlap.schedule.update)
+    updated = sum(len(stage.layers) for stage in net._passes.overlap.schedule.backward.values())
     assert early or not updated, updated
     return digest_of(net, optimizer, comm), updated if early else held
 
