@@ -91,7 +91,7 @@ def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
     assert [(line["epoch"], line["count"]) for line in lines if "top1" in line][-1] == (2, 9)
     tensors, metadata = load(checkpoint)
     assert metadata["step"] == 6 and metadata["settings"]["lr"] == 0.05 and metadata["class_names"] == list("0123")
-    assert tensors["0.weight"].shape == (16, 12) and tensors["momentum.4.bias"].shape == (4,)
+    assert tensors["fc1.weight"].shape == (16, 12) and tensors["momentum.fc3.bias"].shape == (4,)
     longer = run_mpi(1, [script, "--resume", checkpoint, "--epochs", "3", "--lr-schedule", "constant"])
     assert "step 9/9" in longer.stdout
 
