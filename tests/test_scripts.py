@@ -134,7 +134,8 @@ def test_folder_of_images_with_a_damaged_one(run_mpi, tmp_path):
     command = [VGG, "--data", tmp_path / "images", "--image-size", "32", "--minibatch", "6", "--epochs", "1",
                "--lr", "0.001"]
     failed = run_mpi(2, command, check=False)
-    assert failed.returncode != 0 and str(damaged) in failed.stderr, failed.output
+    assert failed.returncode != 0 and str(damaged) in failed.stderr and "--skip-damaged" in failed.stderr, failed.output
+    assert failed.stderr.count("Traceback") == 1, failed.output
     done = run_mpi(2, [*command, "--skip-damaged", "--checkpoint", tmp_path / "c"])
     assert "of 4 samples" in done.stdout and "2 classes" in done.stdout, done.output
     assert load(tmp_path / "c")[1]["class_names"] == ["10", "2"]       # byte order of names
