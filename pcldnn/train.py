@@ -348,11 +348,11 @@ class _Run:
         problem = None
         if self.communicator.rank == 0:
             try:
-                self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
-                self.recording.open()
-                if self.checkpoint is not None:
+                if self.checkpoint is not None:     # first, for the others replace what is there
                     check_writable(self.checkpoint)
                     remove_leftovers(self.checkpoint)
+                self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
+                self.recording.open()
             except OSError as error:
                 problem = f"cannot write {error.filename!r}: {error.strerror}"
         problem = self.communicator.broadcast(problem)

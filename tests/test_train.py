@@ -225,6 +225,9 @@ def test_errors_of_one_process_are_ordinary_exceptions(tmp_path):
             trainer().fit(vectors(), minibatch=8, verbose=False, **{option: tmp_path / "no" / "file"})
         with pytest.raises(OSError, match="irectory"):
             trainer().fit(vectors(), minibatch=8, verbose=False, **{option: tmp_path})
+    with pytest.raises(OSError, match="cannot write '/proc/c': no file can be made in '/proc'"):    # not even by root
+        trainer().fit(vectors(), minibatch=8, verbose=False, checkpoint="/proc/c", metrics=tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options, message", [
