@@ -8,6 +8,7 @@ from pcldnn.arguments import parse, settings_of
 from pcldnn.communicator import LaunchError, create
 from pcldnn.data import open_dataset, open_synthetic
 from pcldnn.faults import CollectiveError
+from pcldnn.launcher import copies_warning
 from pcldnn.machine import reserved_cores, threads_per_rank
 from pcldnn.train import Trainer
 
@@ -31,8 +32,12 @@ def main(job, argv=None):
         Exit code, the same on every rank.
     """
     argv = sys.argv[1:] if argv is None else argv
+    alone = "--single-process" in argv
+    warning = copies_warning() if alone else None
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
-        communicator = create(single_process="--single-process" in argv)
+        communicator = create(single_process=alone)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """The training scripts and the examples, as their users start them."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,13 @@ def test_launcher_that_disagrees_with_mpi_is_refused(tmp_path):
     alone = subprocess.run([*command, "--single-process"], env=environment, check=True, capture_output=True, text=True,
                            timeout=60)
     assert "1 rank on 1 node" in alone.stdout and "no MPI (a single process was asked for)" in alone.stdout
+    assert "Slurm has 4 tasks (SLURM_NTASKS, this is task 2)" in alone.stderr
+
+
+def test_copies_say_that_they_are_copies(run_mpi):
+    done = run_mpi(2, [QUICK, "--synthetic", "--steps", "0", "--single-process"])
+    for task in "01":
+        assert len(re.findall(rf"has 2 tasks \(\w+, this is task {task}\)", done.stderr)) == 1, done.output
 
 
 @pytest.fixture
@@ -92,8 +100,12 @@ def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
     tensors, metadata = load(checkpoint)
     assert metadata["step"] == 6 and metadata["settings"]["lr"] == 0.05 and metadata["class_names"] == list("0123")
     assert tensors["fc1.weight"].shape == (16, 12) and tensors["momentum.fc3.bias"].shape == (4,)
-    longer = run_mpi(1, [script, "--resume", checkpoint, "--epochs", "3", "--lr-schedule", "constant"])
-    assert "step 9/9" in longer.stdout
+    assert "larger than the training set" not in done.stderr
+    longer = run_mpi(2, [script, "--resume", checkpoint, "--epochs", "3", "--lr-schedule", "constant",
+                         "--minibatch", "61"])
+    assert "step 3/3" in longer.stdout
+    assert longer.stderr.count("the minibatch of 61 is larger than the training set") == 1, longer.output
+    assert "all 60 images" in longer.stderr
 
 
 @pytest.mark.parametrize("script, flags", [
