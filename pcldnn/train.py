@@ -314,8 +314,11 @@ class _Run:
                 with self.recording.step(clock):
                     stop = self._step(batch, clock)
                 images, busy = images + batch.global_count, busy + time.perf_counter() - clock
+                epoch_ends = self.step % self.steps_per_epoch == 0
+                if epoch_ends and not stop:     # asked for after the control word had left: validation may take long
+                    stop = self._agree_to_stop()
                 last = self.step == self.last_step or stop
-                if last or self.step % self.steps_per_epoch == 0:
+                if last or epoch_ends:
                     self._between_epochs(batch.epoch, evaluate=not stop)
                 if last:
                     break
@@ -388,11 +391,16 @@ class _Run:
         self.report.step(record, batch.global_count)
         if self.callback is not None:
             self.callback(record)
-        if stop:
-            reasons = self.communicator.allgather_object(self.trainer._stop_reason)
-            self.trainer._stop_reason = None
-            self.result.stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
-        return bool(stop)
+        return bool(stop) and self._agree_to_stop()
+
+    def _agree_to_stop(self):
+        """Whether some rank wants to stop, on all ranks; the result then says why."""
+        reasons = self.communicator.allgather_object(self.trainer._stop_reason)
+        if all(why is None for why in reasons):
+            return False
+        self.trainer._stop_reason = None
+        self.result.stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+        return True
 
     def _diverged(self, loss, here):
         """Say in which layer it began, on the ranks whose own loss is not finite."""

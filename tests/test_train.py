@@ -252,6 +252,18 @@ def test_no_steps_only_evaluates(tmp_path):
         np.testing.assert_array_equal(array, before[name])
 
 
+def test_a_stop_asked_for_at_the_end_of_an_epoch_spares_its_validation(tmp_path):
+    stopping = trainer()
+
+    def callback(record):
+        if record["step"] == 5:
+            stopping.request_stop("time is up")
+    result = stopping.fit(vectors(), vectors(12), minibatch=8, epochs=3, verbose=False, callback=callback,
+                          checkpoint=tmp_path / "c")
+    assert (result.step, result.stopped, result.evaluation) == (5, "rank 0: time is up", None)
+    assert load(tmp_path / "c")[1]["step"] == 5
+
+
 def test_resume_refuses_what_would_not_continue(tmp_path):
     path = tmp_path / "c"
     trainer().fit(vectors(), minibatch=8, steps=3, verbose=False, checkpoint=path)
