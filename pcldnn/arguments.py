@@ -58,8 +58,9 @@ files:
   --data DIR holds DIR/train/CLASS/*.jpg (png, ...) and, to validate on, DIR/val/CLASS/*; --data FILE is an .npz with
   images, labels (and val_images, val_labels), or an .npy of images with the labels beside it.
   A checkpoint is a safetensors file: weights under torchvision's names in PyTorch's order, momentum, and where the run
-  is. It is written by rank 0 after each epoch, at the end, and when SIGTERM or SIGUSR1 stops the run; a run resumes on
-  any number of ranks. --resume also takes a plain PyTorch state dict saved as safetensors: weights to start from.
+  is. It is written by rank 0 after each epoch, at the end, and when SIGTERM, SIGUSR1 or Ctrl-C stops the run (a
+  second Ctrl-C ends it at once); a run resumes on any number of ranks. --resume also takes a plain PyTorch state dict
+  saved as safetensors: weights to start from.
   The metrics file has a JSON object a line: step, epoch, loss, images_per_s for each step (global values; steps and
   epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1);
   with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run.

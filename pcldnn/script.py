@@ -1,5 +1,6 @@
 """What the training scripts share: from flags to a finished run. The flags themselves are in arguments.py."""
 import contextlib
+import os
 import signal
 import sys
 
@@ -160,10 +161,21 @@ def _count(number, one, many=None):
 
 @contextlib.contextmanager
 def stop_signals(trainer):
-    """SIGTERM and SIGUSR1 on any rank end training after the step at hand, on all ranks, with a checkpoint."""
+    """SIGTERM, SIGUSR1 or a first Ctrl-C on any rank ends training after the step at hand, on all ranks, with a checkpoint.
+
+    A second Ctrl-C ends the process at once, also inside a kernel. Where Ctrl-C is ignored (a job in the background of
+    a shell script), it stays so.
+    """
     def stop(number, _):
         trainer.request_stop(signal.Signals(number).name)
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if trainer.communicator.rank == 0:
+                with contextlib.suppress(OSError):  # not print: the signal may have come inside of one
+                    os.write(2, b"\nCtrl-C: training stops after the step at hand; a second one ends it at once\n")
+    numbers = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+               if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,21 +154,42 @@ def test_folder_of_images_with_a_damaged_one(run_mpi, tmp_path):
     assert load(tmp_path / "c")[1]["class_names"] == ["10", "2"]       # byte order of names
 
 
-def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path):
-    """SIGTERM on the process of a run that would last for ever."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path, number):
+    """On the process of a run that would last for ever."""
     command = [sys.executable, QUICK, "--single-process", "--data", vectors, "--epochs", "100000",
                "--checkpoint", tmp_path / "c", "--log-interval", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # noqa: PLW1509
     try:
         while "step 1/" not in process.stdout.readline():
             assert process.poll() is None
         time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=30)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 0 and "SIGTERM" in out
+    assert process.returncode == 0 and "stopped after step" in out and number.name in out
+    assert "Traceback" not in err and ("a second one ends it at once" in err) == (number == signal.SIGINT), err
     assert load(tmp_path / "c")[1]["step"] >= 1
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_second_interrupt_is_not_caught(before):
+    from pcldnn.script import stop_signals
+    trainer = SimpleNamespace(reasons=[], communicator=SerialCommunicator())
+    trainer.request_stop = trainer.reasons.append
+    outside = signal.signal(signal.SIGINT, before)
+    try:
+        with stop_signals(trainer):
+            signal.raise_signal(signal.SIGINT)
+            during = signal.getsignal(signal.SIGINT)
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, outside)
+    assert after == before
+    assert (during, trainer.reasons) == ((before, []) if before == signal.SIG_IGN else (signal.SIG_DFL, ["SIGINT"]))
 
 
 def test_examples(run_mpi):
