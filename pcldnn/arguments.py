@@ -171,8 +171,8 @@ def _add_running(group):
         "time direct and Winograd convolution once and take the quicker, by layer and pass, the same on all ranks; the "
         "checkpoint keeps the choice for whoever resumes it (default: a model chooses)"))
     group.add_argument("--digest-interval", type=_integer(1), metavar="N", help=(
-        "steps between SHA-256 digests of weights and momentum in the metrics file (default: --log-interval with "
-        "--exact, else none)"))
+        "steps between SHA-256 digests of weights and momentum in the metrics file; a digest takes time (default: "
+        "10 with --exact, else none)"))
     group.add_argument("--single-process", action="store_true",
                        help="train in this process alone, without MPI, whatever the launcher says")
     group.add_argument("--checkpoint", metavar="FILE", help="write checkpoints here")

@@ -37,6 +37,8 @@ from pcldnn.plan import format_algorithms
 from pcldnn.recording import Recording
 from pcldnn.report import Report
 
+DIGEST_INTERVAL = 10  # [steps] in exact mode: a digest hashes all weights and momentum, which takes time
+
 
 class TrainingDiverged(CollectiveError, ArithmeticError):
     """The loss became NaN or infinite; raised on every rank after the same step, before weights were touched.
@@ -185,7 +187,7 @@ class Trainer:
             Steps between printed lines.
         digest_interval : int, optional
             Steps between records with `digest`, the SHA-256 of all weights and momentum, and `layers`, that of each
-            layer, by which `replay` finds where two runs part. Default: `log_interval` in exact mode, else never.
+            layer, by which `replay` finds where two runs part. Default: `DIGEST_INTERVAL` in exact mode, else never.
         verbose : bool
             Rank 0 prints lines, and a bar if standard error is a terminal (`progress_bar` overrides that).
         callback : callable, optional
@@ -215,7 +217,7 @@ class Trainer:
                     with Recording(self.network, self.communicator, trace, profile, report) as recording:
                         run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
                                    recording, settings or {}, loader_options)
-                        run.digest_interval = digest_interval or (log_interval if self.exact else 0)
+                        run.digest_interval = digest_interval or (DIGEST_INTERVAL if self.exact else 0)
                         result = run.execute(resume)
                         self.network.join()     # so that what a rank asks of it later does not depend on the others
                         return result

@@ -5,7 +5,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from pcldnn import SGD, Flatten, Linear, Network, ReLU, Trainer
+from pcldnn import SGD, Flatten, Linear, Network, ReLU, Trainer, _kernels
 from pcldnn.checkpoint import CheckpointError, load
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.data import ArrayDataset
@@ -262,6 +262,14 @@ def test_a_stop_asked_for_at_the_end_of_an_epoch_spares_its_validation(tmp_path)
                           checkpoint=tmp_path / "c")
     assert (result.step, result.stopped, result.evaluation) == (5, "rank 0: time is up", None)
     assert load(tmp_path / "c")[1]["step"] == 5
+
+
+@pytest.mark.skipif(_kernels.TARGET == "reference", reason="exact mode wants a compiled target")
+def test_digests_of_exact_mode_do_not_follow_the_printed_lines():
+    records = []
+    exact = Trainer(small_network(), SGD(0.1), SerialCommunicator(), threads=1, exact=True)
+    exact.fit(vectors(), minibatch=8, epochs=5, steps=21, verbose=False, log_interval=1, callback=records.append)
+    assert [record["step"] for record in records if "digest" in record] == [10, 20, 21]
 
 
 def test_resume_refuses_what_would_not_continue(tmp_path):
