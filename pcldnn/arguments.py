@@ -163,7 +163,8 @@ def _add_running(group):
     group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
         "spread layers over D groups of M ranks, D times M being all ranks: each group takes a part of the minibatch, "
         "each rank of it a part of the layer's weights, in whole blocks of output channels. LAYER is a layer's name, "
-        "conv1, conv2, ..., fc6, fc7, ... (fc1, ... in a network without convolutions), or conv or fc for all of them "
+        "conv1, conv2, ..., fc6, fc7, ... (fc1, ... in a network without convolutions; python -m pcldnn plan shows "
+        "both), or conv or fc for all of them "
         "(default: what sends the fewest bytes)"))
     group.add_argument("--exact", action="store_true", default=None, help=(
         "weights that are the same to the last bit on any number of ranks and threads and for any partition; slower"))
