@@ -58,8 +58,9 @@ files:
   --data DIR holds DIR/train/CLASS/*.jpg (png, ...) and, to validate on, DIR/val/CLASS/*; --data FILE is an .npz with
   images, labels (and val_images, val_labels), or an .npy of images with the labels beside it.
   A checkpoint is a safetensors file: weights under torchvision's names in PyTorch's order, momentum, and where the run
-  is. It is written by rank 0 after each epoch, at the end, and when SIGTERM or SIGUSR1 stops the run; a run resumes on
-  any number of ranks. --resume also takes a plain PyTorch state dict saved as safetensors: weights to start from.
+  is. It is written by rank 0 after each epoch, at the end, and when SIGTERM, SIGUSR1 or Ctrl-C stops the run (a
+  second Ctrl-C ends it at once); a run resumes on any number of ranks. --resume also takes a plain PyTorch state dict
+  saved as safetensors: weights to start from.
   The metrics file has a JSON object a line: step, epoch, loss, images_per_s for each step (global values; steps and
   epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1);
   with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run.
@@ -162,7 +163,8 @@ def _add_running(group):
     group.add_argument("--partition", type=partitions, metavar="LAYER=DxM,...", help=(
         "spread layers over D groups of M ranks, D times M being all ranks: each group takes a part of the minibatch, "
         "each rank of it a part of the layer's weights, in whole blocks of output channels. LAYER is a layer's name, "
-        "conv1, conv2, ..., fc6, fc7, ... (fc1, ... in a network without convolutions), or conv or fc for all of them "
+        "conv1, conv2, ..., fc6, fc7, ... (fc1, ... in a network without convolutions; python -m pcldnn plan shows "
+        "both), or conv or fc for all of them "
         "(default: what sends the fewest bytes)"))
     group.add_argument("--exact", action="store_true", default=None, help=(
         "weights that are the same to the last bit on any number of ranks and threads and for any partition; slower"))
@@ -170,8 +172,8 @@ def _add_running(group):
         "time direct and Winograd convolution once and take the quicker, by layer and pass, the same on all ranks; the "
         "checkpoint keeps the choice for whoever resumes it (default: a model chooses)"))
     group.add_argument("--digest-interval", type=_integer(1), metavar="N", help=(
-        "steps between SHA-256 digests of weights and momentum in the metrics file (default: --log-interval with "
-        "--exact, else none)"))
+        "steps between SHA-256 digests of weights and momentum in the metrics file; a digest takes time (default: "
+        "10 with --exact, else none)"))
     group.add_argument("--single-process", action="store_true",
                        help="train in this process alone, without MPI, whatever the launcher says")
     group.add_argument("--checkpoint", metavar="FILE", help="write checkpoints here")

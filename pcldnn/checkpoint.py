@@ -11,6 +11,7 @@ The file itself, and that it appears whole or not at all, is the business of saf
 """
 import errno
 import os
+import tempfile
 
 import numpy as np
 
@@ -25,14 +26,19 @@ class CollectiveCheckpointError(CollectiveError, CheckpointError):
 
 
 def check_writable(path):
-    """OSError, naming the folder or file, when a checkpoint cannot be written to `path`; writes nothing."""
+    """OSError, naming file and folder, when a checkpoint cannot be written to `path`; tried with a file that is removed.
+
+    Permissions do not tell: root has them all, and /proc or a read-only disk takes no file all the same.
+    """
     path = os.path.realpath(path)
     folder = os.path.dirname(path)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    number = errno.EACCES if os.path.isdir(folder) else errno.ENOENT
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(number, os.strerror(number), path)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, f"no file can be made in {folder!r}: {error.strerror}", path) from None
 
 
 def save(path, tensors, metadata=None):

@@ -59,13 +59,13 @@ def resolve_partitions(named, partitions: dict | None, ranks: int) -> dict[str, 
     those of a network without Flatten.
     """
     splittable = [name for name, layer in named if layer.splittable]
-    nicknames = _nicknames(named)
+    short = nicknames(named)
     resolved = {}
     for key, partition in sorted((partitions or {}).items(), key=lambda item: item[0] not in ("conv", "fc")):
-        names = [key] if key in dict(named) else nicknames.get(key)
+        names = [key] if key in dict(named) else short.get(key)
         if names is None:
             raise ValueError(f"partitions: got {key!r}, wanted the name of a layer ({', '.join(splittable)}) or "
-                             f"{', '.join(nicknames)}")  # fmt: skip
+                             f"{', '.join(short)}")  # fmt: skip
         if partition.ranks != ranks:
             raise ValueError(
                 f"partitions: got {partition} for {key}, wanted data times model = {ranks}, the number of ranks"
@@ -79,8 +79,8 @@ def resolve_partitions(named, partitions: dict | None, ranks: int) -> dict[str, 
     return resolved
 
 
-def _nicknames(named) -> dict[str, list[str]]:
-    """Names of layers by nickname."""
+def nicknames(named) -> dict[str, list[str]]:
+    """Names of layers by nickname: of one layer each, but for "conv" and "fc"."""
     found = {}
     for kind, first in (("conv", 1), ("fc", 6 if any(layer.aliasing == "view" for _, layer in named) else 1)):
         names = [name for name, layer in named if layer.nickname == kind]

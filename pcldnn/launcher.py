@@ -116,6 +116,23 @@ def mismatch(library=None, environ=None):
     )
 
 
+def copies_warning(environ=None):
+    """The warning of a process that is to train alone although its launcher has several tasks, or None.
+
+    Not an error: a lone process of an allocation, and tasks with flags of their own, are what `--single-process` is
+    for.
+    """
+    found = launches(environ)
+    if not found or found[0].tasks == 1:
+        return None
+    launch = found[0]
+    return (
+        f"--single-process: this process trains alone, and {launch.launcher} has {launch.tasks} tasks "
+        f"({launch.variable}, this is task {launch.index}): if all run this command, each trains a copy and writes the "
+        "same files. Leave --single-process out to train together"
+    )
+
+
 def oversubscription_warning(ranks):
     """The warning about the first node that has more threads than cores, or None.
 

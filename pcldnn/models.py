@@ -57,7 +57,7 @@ def cd_dnn(input: int = 429, hidden=(2048,) * 7, classes: int = 9304, seed: int 
     """CD-DNN: context window of speech features to scores of tied triphone states, sigmoid units.
 
     The default is the Switchboard network of Seide et al. 2014 (11 frames of 39 features, 9304 states), the best
-    candidate for the 7-layer DNN of Das et al. 2016, whose sizes are not known.
+    candidate for the 7-layer DNN of Das et al. 2016, whose sizes are not known. Layers are named fc1, sigmoid1, fc2, ...
 
     Parameters
     ----------
@@ -69,10 +69,10 @@ def cd_dnn(input: int = 429, hidden=(2048,) * 7, classes: int = 9304, seed: int 
     seed : int
     """
     layers, width = [], input
-    for units in hidden:
-        layers += [Linear(width, units), Sigmoid()]
+    for i, units in enumerate(hidden, 1):
+        layers += [(f"fc{i}", Linear(width, units)), (f"sigmoid{i}", Sigmoid())]
         width = units
-    return Network([*layers, Linear(width, classes)], (input,), seed=seed)
+    return Network([*layers, (f"fc{len(hidden) + 1}", Linear(width, classes))], (input,), seed=seed)
 
 
 def _classifier(features: int, hidden: tuple[int, ...], num_classes: int, dropout: float) -> list:

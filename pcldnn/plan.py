@@ -18,6 +18,7 @@ from pcldnn.grid import (
     check_exact,
     choose_partition,
     image_shares,
+    nicknames,
     part_size,
     resolve_partitions,
 )
@@ -315,14 +316,17 @@ def format_bytes(count: float) -> str:
 
 def _table(plan: Plan) -> str:
     own = {buffer.roles[0]: buffer for buffer in plan.buffers}
+    named = {layer.name: layer.layer for layer in plan.layers}
+    short = {names[0]: f" ({key})" for key, names in nicknames(named.items()).items()
+             if key not in ("conv", "fc", *named)}
     rows = [("layer", "kind", "grid", "output", "algorithm", "parameters", "Mflop/image", "output memory")]
     rows.append(("input", "", "", _shape(plan.input), "", "", "", format_bytes(plan.input.array_bytes(plan.images))))
     for layer in plan.layers:
         buffer = own.get((layer.name, "output"))
         flop = layer.forward.flop / plan.images
         rows.append((
-            layer.name, str(layer), str(layer.partition) if layer.parameters else "", _shape(layer.output),
-            _algorithms(layer),
+            layer.name + short.get(layer.name, ""), str(layer), str(layer.partition) if layer.parameters else "",
+            _shape(layer.output), _algorithms(layer),
             f"{layer.parameter_count:,}" if layer.parameters else "",
             f"{flop / 1e6:,.2f}" if flop else "",
             format_bytes(FLOAT * buffer.size) if buffer else "in place",

@@ -1,5 +1,6 @@
 """What the training scripts share: from flags to a finished run. The flags themselves are in arguments.py."""
 import contextlib
+import os
 import signal
 import sys
 
@@ -8,6 +9,7 @@ from pcldnn.arguments import parse, settings_of
 from pcldnn.communicator import LaunchError, create
 from pcldnn.data import open_dataset, open_synthetic
 from pcldnn.faults import CollectiveError
+from pcldnn.launcher import copies_warning
 from pcldnn.machine import reserved_cores, threads_per_rank
 from pcldnn.train import Trainer
 
@@ -31,8 +33,12 @@ def main(job, argv=None):
         Exit code, the same on every rank.
     """
     argv = sys.argv[1:] if argv is None else argv
+    alone = "--single-process" in argv
+    warning = copies_warning() if alone else None
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
-        communicator = create(single_process="--single-process" in argv)
+        communicator = create(single_process=alone)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -155,10 +161,21 @@ def _count(number, one, many=None):
 
 @contextlib.contextmanager
 def stop_signals(trainer):
-    """SIGTERM and SIGUSR1 on any rank end training after the step at hand, on all ranks, with a checkpoint."""
+    """SIGTERM, SIGUSR1 or a first Ctrl-C on any rank ends training after the step at hand, on all ranks, with a checkpoint.
+
+    A second Ctrl-C ends the process at once, also inside a kernel. Where Ctrl-C is ignored (a job in the background of
+    a shell script), it stays so.
+    """
     def stop(number, _):
         trainer.request_stop(signal.Signals(number).name)
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if trainer.communicator.rank == 0:
+                with contextlib.suppress(OSError):  # not print: the signal may have come inside of one
+                    os.write(2, b"\nCtrl-C: training stops after the step at hand; a second one ends it at once\n")
+    numbers = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+               if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

@@ -37,6 +37,8 @@ from pcldnn.recording import Recording
 from pcldnn.report import Report
 from pcldnn.safetensors import remove_leftovers
 
+DIGEST_INTERVAL = 10  # [steps] in exact mode: a digest hashes all weights and momentum, which takes time
+
 
 class TrainingDiverged(CollectiveError, ArithmeticError):
     """The loss became NaN or infinite; raised on every rank after the same step, before weights were touched.
@@ -185,7 +187,7 @@ class Trainer:
             Steps between printed lines.
         digest_interval : int, optional
             Steps between records with `digest`, the SHA-256 of all weights and momentum, and `layers`, that of each
-            layer, by which `replay` finds where two runs part. Default: `log_interval` in exact mode, else never.
+            layer, by which `replay` finds where two runs part. Default: `DIGEST_INTERVAL` in exact mode, else never.
         verbose : bool
             Rank 0 prints lines, and a bar if standard error is a terminal (`progress_bar` overrides that).
         callback : callable, optional
@@ -215,7 +217,7 @@ class Trainer:
                     with Recording(self.network, self.communicator, trace, profile, report) as recording:
                         run = _Run(self, train, validation, minibatch, epochs, steps, checkpoint, callback, report,
                                    recording, settings or {}, loader_options)
-                        run.digest_interval = digest_interval or (log_interval if self.exact else 0)
+                        run.digest_interval = digest_interval or (DIGEST_INTERVAL if self.exact else 0)
                         result = run.execute(resume)
                         self.network.join()     # so that what a rank asks of it later does not depend on the others
                         return result
@@ -301,6 +303,9 @@ class _Run:
         if resume is not None:
             self._resume(resume)
         self._open_outputs()
+        if self.minibatch > len(self.train):
+            self.report.warn(f"the minibatch of {self.minibatch:,} is larger than the training set: each step trains on "
+                             f"all {len(self.train):,} images, an epoch is one step")
         first_step, images, busy = self.step, 0, 0.0
         loader = Loader(self.train, self.minibatch, seed=self.network.seed, rank=self.communicator.rank,
                         size=self.communicator.size, pieces=plan.pieces, training=True, **self.loader_options)
@@ -311,8 +316,11 @@ class _Run:
                 with self.recording.step(clock):
                     stop = self._step(batch, clock)
                 images, busy = images + batch.global_count, busy + time.perf_counter() - clock
+                epoch_ends = self.step % self.steps_per_epoch == 0
+                if epoch_ends and not stop:     # asked for after the control word had left: validation may take long
+                    stop = self._agree_to_stop()
                 last = self.step == self.last_step or stop
-                if last or self.step % self.steps_per_epoch == 0:
+                if last or epoch_ends:
                     self._between_epochs(batch.epoch, evaluate=not stop)
                 if last:
                     break
@@ -348,11 +356,11 @@ class _Run:
         problem = None
         if self.communicator.rank == 0:
             try:
-                self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
-                self.recording.open()
-                if self.checkpoint is not None:
+                if self.checkpoint is not None:     # first, for the others replace what is there
                     check_writable(self.checkpoint)
                     remove_leftovers(self.checkpoint)
+                self.report.start(self.step, self.last_step, self.epochs, self.steps_per_epoch)
+                self.recording.open()
             except OSError as error:
                 problem = f"cannot write {error.filename!r}: {error.strerror}"
         problem = self.communicator.broadcast(problem)
@@ -385,11 +393,16 @@ class _Run:
         self.report.step(record, batch.global_count)
         if self.callback is not None:
             self.callback(record)
-        if stop:
-            reasons = self.communicator.allgather_object(self.trainer._stop_reason)
-            self.trainer._stop_reason = None
-            self.result.stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
-        return bool(stop)
+        return bool(stop) and self._agree_to_stop()
+
+    def _agree_to_stop(self):
+        """Whether some rank wants to stop, on all ranks; the result then says why."""
+        reasons = self.communicator.allgather_object(self.trainer._stop_reason)
+        if all(why is None for why in reasons):
+            return False
+        self.trainer._stop_reason = None
+        self.result.stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why)
+        return True
 
     def _diverged(self, loss, here):
         """Say in which layer it began, on the ranks whose own loss is not finite."""

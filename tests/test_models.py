@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pcldnn import SGD, _kernels, models
+from pcldnn import SGD, Partition, _kernels, models
 
 VGG11 = {  # torchvision.models.vgg11().state_dict(), weights only
     "features.0": (64, 3, 3, 3),
@@ -57,6 +57,15 @@ def test_cd_dnn():
     network = models.cd_dnn()
     weights = [shape for name, shape in shapes(network).items() if name.endswith("weight")]
     assert weights == [(2048, 429), *[(2048, 2048)] * 6, (9304, 2048)]
+
+
+def test_layers_of_cd_dnn_have_the_names_that_partitions_have():
+    """Names are printed, --partition takes nicknames: here they are the same."""
+    network = models.cd_dnn(12, (16, 16), 5)
+    named = {"fc1": Partition(1, 2), "fc2": Partition(2, 1), "fc3": Partition(1, 2)}
+    grids = {layer.name: layer.partition for layer in network.plan(4, ranks=2, partitions=named).layers}
+    assert {name: grids[name] for name in named} == named
+    assert network.names == ("fc1", "sigmoid1", "fc2", "sigmoid2", "fc3")
 
 
 @pytest.mark.parametrize("build", [models.vgg_a, models.overfeat_fast])

@@ -1,10 +1,12 @@
 """The training scripts and the examples, as their users start them."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,6 +68,13 @@ def test_launcher_that_disagrees_with_mpi_is_refused(tmp_path):
     alone = subprocess.run([*command, "--single-process"], env=environment, check=True, capture_output=True, text=True,
                            timeout=60)
     assert "1 rank on 1 node" in alone.stdout and "no MPI (a single process was asked for)" in alone.stdout
+    assert "Slurm has 4 tasks (SLURM_NTASKS, this is task 2)" in alone.stderr
+
+
+def test_copies_say_that_they_are_copies(run_mpi):
+    done = run_mpi(2, [QUICK, "--synthetic", "--steps", "0", "--single-process"])
+    for task in "01":
+        assert len(re.findall(rf"has 2 tasks \(\w+, this is task {task}\)", done.stderr)) == 1, done.output
 
 
 @pytest.fixture
@@ -92,9 +101,13 @@ def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
     assert [(line["epoch"], line["count"]) for line in lines if "top1" in line][-1] == (2, 9)
     tensors, metadata = load(checkpoint)
     assert metadata["step"] == 6 and metadata["settings"]["lr"] == 0.05 and metadata["class_names"] == list("0123")
-    assert tensors["0.weight"].shape == (16, 12) and tensors["momentum.4.bias"].shape == (4,)
-    longer = run_mpi(1, [script, "--resume", checkpoint, "--epochs", "3", "--lr-schedule", "constant"])
-    assert "step 9/9" in longer.stdout
+    assert tensors["fc1.weight"].shape == (16, 12) and tensors["momentum.fc3.bias"].shape == (4,)
+    assert "larger than the training set" not in done.stderr
+    longer = run_mpi(2, [script, "--resume", checkpoint, "--epochs", "3", "--lr-schedule", "constant",
+                         "--minibatch", "61"])
+    assert "step 3/3" in longer.stdout
+    assert longer.stderr.count("the minibatch of 61 is larger than the training set") == 1, longer.output
+    assert "all 60 images" in longer.stderr
 
 
 @pytest.mark.parametrize("script, flags", [
@@ -135,27 +148,49 @@ def test_folder_of_images_with_a_damaged_one(run_mpi, tmp_path):
     command = [VGG, "--data", tmp_path / "images", "--image-size", "32", "--minibatch", "6", "--epochs", "1",
                "--lr", "0.001"]
     failed = run_mpi(2, command, check=False)
-    assert failed.returncode != 0 and str(damaged) in failed.stderr, failed.output
+    assert failed.returncode != 0 and str(damaged) in failed.stderr and "--skip-damaged" in failed.stderr, failed.output
+    assert failed.stderr.count("Traceback") == 1, failed.output
     done = run_mpi(2, [*command, "--skip-damaged", "--checkpoint", tmp_path / "c"])
     assert "of 4 samples" in done.stdout and "2 classes" in done.stdout, done.output
     assert load(tmp_path / "c")[1]["class_names"] == ["10", "2"]       # byte order of names
 
 
-def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path):
-    """SIGTERM on the process of a run that would last for ever."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_all_ranks_with_a_checkpoint(vectors, tmp_path, number):
+    """On the process of a run that would last for ever."""
     command = [sys.executable, QUICK, "--single-process", "--data", vectors, "--epochs", "100000",
                "--checkpoint", tmp_path / "c", "--log-interval", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # noqa: PLW1509
     try:
         while "step 1/" not in process.stdout.readline():
             assert process.poll() is None
         time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=30)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 0 and "SIGTERM" in out
+    assert process.returncode == 0 and "stopped after step" in out and number.name in out
+    assert "Traceback" not in err and ("a second one ends it at once" in err) == (number == signal.SIGINT), err
     assert load(tmp_path / "c")[1]["step"] >= 1
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_second_interrupt_is_not_caught(before):
+    from pcldnn.script import stop_signals
+    trainer = SimpleNamespace(reasons=[], communicator=SerialCommunicator())
+    trainer.request_stop = trainer.reasons.append
+    outside = signal.signal(signal.SIGINT, before)
+    try:
+        with stop_signals(trainer):
+            signal.raise_signal(signal.SIGINT)
+            during = signal.getsignal(signal.SIGINT)
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, outside)
+    assert after == before
+    assert (during, trainer.reasons) == ((before, []) if before == signal.SIG_IGN else (signal.SIG_DFL, ["SIGINT"]))
 
 
 def test_examples(run_mpi):

@@ -5,7 +5,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from pcldnn import SGD, Flatten, Linear, Network, ReLU, Trainer
+from pcldnn import SGD, Flatten, Linear, Network, ReLU, Trainer, _kernels
 from pcldnn.checkpoint import CheckpointError, load
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.data import ArrayDataset
@@ -225,6 +225,9 @@ def test_errors_of_one_process_are_ordinary_exceptions(tmp_path):
             trainer().fit(vectors(), minibatch=8, verbose=False, **{option: tmp_path / "no" / "file"})
         with pytest.raises(OSError, match="irectory"):
             trainer().fit(vectors(), minibatch=8, verbose=False, **{option: tmp_path})
+    with pytest.raises(OSError, match="cannot write '/proc/c': no file can be made in '/proc'"):    # not even by root
+        trainer().fit(vectors(), minibatch=8, verbose=False, checkpoint="/proc/c", metrics=tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options, message", [
@@ -247,6 +250,26 @@ def test_no_steps_only_evaluates(tmp_path):
     assert result.step == 0 and result.evaluation.count == 40
     for name, array in network.state_dict().items():
         np.testing.assert_array_equal(array, before[name])
+
+
+def test_a_stop_asked_for_at_the_end_of_an_epoch_spares_its_validation(tmp_path):
+    stopping = trainer()
+
+    def callback(record):
+        if record["step"] == 5:
+            stopping.request_stop("time is up")
+    result = stopping.fit(vectors(), vectors(12), minibatch=8, epochs=3, verbose=False, callback=callback,
+                          checkpoint=tmp_path / "c")
+    assert (result.step, result.stopped, result.evaluation) == (5, "rank 0: time is up", None)
+    assert load(tmp_path / "c")[1]["step"] == 5
+
+
+@pytest.mark.skipif(_kernels.TARGET == "reference", reason="exact mode wants a compiled target")
+def test_digests_of_exact_mode_do_not_follow_the_printed_lines():
+    records = []
+    exact = Trainer(small_network(), SGD(0.1), SerialCommunicator(), threads=1, exact=True)
+    exact.fit(vectors(), minibatch=8, epochs=5, steps=21, verbose=False, log_interval=1, callback=records.append)
+    assert [record["step"] for record in records if "digest" in record] == [10, 20, 21]
 
 
 def test_resume_refuses_what_would_not_continue(tmp_path):

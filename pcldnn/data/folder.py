@@ -83,7 +83,7 @@ class FolderDataset(Dataset):
                 data = file.read()
             return decode.decode_image(data, self.channels, self.min_side)
         except (OSError, ValueError) as error:
-            raise DataError(error, path, int(index)) from error
+            raise DataError(error, path, int(index)) from None  # which says all that the cause says
 
     def describe(self, index):
         return os.path.join(self.root, self.paths[index])
