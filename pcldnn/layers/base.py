@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from pcldnn import _kernels as kernels
 from pcldnn.layers.parameter import Parameter
 from pcldnn.layout import Layout
 from pcldnn.machine import Machine
@@ -209,6 +210,17 @@ def by_channel_block(array: np.ndarray) -> np.ndarray:
 def by_image(array: np.ndarray) -> np.ndarray:
     """(N, C/b, H, W, b) seen as (N, padded features): what a fully connected layer takes."""
     return array.reshape(len(array), prod(array.shape[1:]))
+
+
+def mask_and_sum(unit: Unit, dy: np.ndarray) -> None:
+    """What a layer with weights does with dy first: mask it for a fused ReLU, in place, and sum it for its bias."""
+    masks, bias = unit.plan.fused is not None and not unit.plan.masked, unit.grad.get("bias")
+    if masks and bias is not None:
+        kernels.relu_bias_grad(by_channel_block(unit.y), by_channel_block(dy), bias, unit.num_threads)
+    elif masks:
+        kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
+    elif bias is not None:
+        kernels.bias_grad(by_channel_block(dy), bias, unit.num_threads)
 
 
 # --- description ------------------------------------------------------------------------------------------------
