@@ -19,7 +19,7 @@ import numpy as np
 
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.layers import CrossEntropyLoss
-from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
+from pcldnn.layers.base import PASSES, Memory, StepContext, Unit, share_pixel_sums
 from pcldnn.layers.conv import chosen_algorithm
 from pcldnn.layout import aligned_zeros, as_float32, as_integers, block, unblock
 from pcldnn.machine import threads_per_rank
@@ -256,6 +256,8 @@ class Network:
             self._units.append(
                 placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads)
             )
+            if layer.relu_input and not new.pieces:  # exact sums are of pieces of the minibatch
+                share_pixel_sums(*self._units[-2:])
         if new.training and new.ranks > 1:
             bandwidth = self.communicator.bandwidth() if self.communicator.has_thread else float("inf")
             placements = self._weights.placements

@@ -58,8 +58,11 @@ def test_gradient_through_the_relu_before(target, case):
     x = np.maximum(x - np.float32(0.5), 0)
     window, apart, together = (case.kernel, case.stride, case.padding), np.empty_like(x), np.empty_like(x)
     target.max_pool2d_input_grad(x, dy, apart, *window)
-    target.max_pool2d_input_grad(x, dy, together, *window, relu=True)
+    sums = np.full((*x.shape[:2], x.shape[4]), np.nan)
+    target.max_pool2d_input_grad(x, dy, together, *window, relu=True, sums=sums)
     np.testing.assert_array_equal(together, np.where(x > 0, apart, 0))
+    limit = 16 * np.finfo(np.float32).eps * np.abs(dy.astype(np.float64)).sum((2, 3))
+    assert (np.abs(sums - together.sum((2, 3), dtype=np.float64)) <= limit).all()
 
 
 @pytest.mark.parametrize("case", POOLINGS, ids=lambda case: case.name)
