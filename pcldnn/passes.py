@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pcldnn.layers.base import PASSES, Memory, StepContext, Unit
+from pcldnn.layers.base import PASSES, Memory, StepContext, Unit, share_pixel_sums
 from pcldnn.layout import aligned_zeros, block
 from pcldnn.overlap import Overlap
 from pcldnn.partition import bounds
@@ -86,6 +86,8 @@ class Passes:
                 scratch=scratch,
             )
             self.units.append(placement.unit(memory, new.threads) if placement else Unit(layer, memory, new.threads))
+            if layer.relu_input and not new.pieces:  # exact sums are of pieces of the minibatch
+                share_pixel_sums(*self.units[-2:])
         if new.training and new.ranks > 1:
             bandwidth = self._communicator.bandwidth() if self._communicator.has_thread else float("inf")
             self.overlap = Overlap(new, self.units, self._placements, self._communicator, bandwidth, self.trace)

@@ -182,6 +182,22 @@ def test_bias_gradient(target, shape, arena):
     assert len(set(results)) == 1
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5), (3, 5, 1), (300, 9, 1), (7, 2, 65), (1, 2, 50176), (70, 17, 9)])
+def test_relu_and_bias_gradient_in_one_pass(target, shape, arena):
+    """Bit for bit what the two passes give."""
+    n, kb, m = shape
+    b = target.SIMD_WIDTH
+    y, dy = (arena.put(normal((n, kb, m, b), seed)) for seed in range(2))
+    masked, want = dy.copy(), np.empty(kb * b, np.float32)
+    target.relu_input_grad(y, masked, masked)
+    target.bias_grad(masked, want)
+    for threads in THREADS:
+        got, dbias = arena.put(dy), arena.out(kb * b)
+        target.relu_bias_grad(y, got, dbias, num_threads=threads)
+        np.testing.assert_array_equal(got, masked)
+        np.testing.assert_array_equal(dbias, want)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_sgd_update(target, size, arena):
     w, g, v = (normal((size,), seed) for seed in range(3))
@@ -261,6 +277,7 @@ def test_arrays_are_checked(target):
         (lambda: target.sigmoid_forward(x, y, 2 * b), "channels"),
         (lambda: target.relu_forward(x, y, num_threads=0), "num_threads"),
         (lambda: target.bias_grad(x, np.zeros(2 * b, np.float32)), "dbias"),
+        (lambda: target.relu_bias_grad(x[:1], y, np.zeros(3 * b, np.float32)), "dy has"),
         (lambda: target.sgd_update(*np.zeros((2, 5), np.float32), np.zeros(4, np.float32), 1, 1, 1), "momentum"),
         (lambda: target.block_activations(x, np.zeros((2, 2, 4, b, b), np.float32)), "y has"),
         (lambda: target.unblock_activations(np.zeros((2, 2, 4, b, b), np.float32), x), "x has"),

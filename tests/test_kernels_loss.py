@@ -6,6 +6,7 @@ from blocked import blocks
 from test_kernels_conv import EPS, THREADS, normal
 
 from pcldnn._kernels import reference
+from pcldnn.layout import aligned_zeros
 
 
 def run(kernels, logits, labels, scale=1.0, threads=1, spare=0, make=np.array, out=None):
@@ -106,3 +107,19 @@ def test_shapes_are_checked(target):
         with pytest.raises(ValueError, match="multiple of"):
             wide = np.zeros((3, b + 1), np.float32)
             target.softmax_cross_entropy(**{**right, "logits": wide, "dlogits": wide.copy()})
+
+
+def test_a_large_gradient_is_that_of_its_halves(target):
+    """An array so large that it is written past the caches gets the same bits as its halves, which are not."""
+    if target is reference:
+        pytest.skip("the twin writes as NumPy does")
+    n, classes = 600, 7111
+    logits, labels = normal((n, classes), 0), np.random.default_rng(1).integers(0, classes, n)
+    losses, dlogits = run(target, logits, labels, threads=2, out=aligned_zeros_or_double)
+    for part in (slice(0, n // 2), slice(n // 2, n)):
+        half_losses, half = run(target, logits[part], labels[part])
+        assert np.array_equal(losses[part], half_losses) and np.array_equal(dlogits[part], half)
+
+
+def aligned_zeros_or_double(*shape, dtype=np.float32):
+    return aligned_zeros(shape) if dtype == np.float32 else np.zeros(shape, dtype)

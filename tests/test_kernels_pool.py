@@ -9,6 +9,7 @@ from cases import POOLINGS, Pooling
 from test_kernels_conv import EPS, THREADS, normal
 
 from pcldnn._kernels import reference
+from pcldnn.layout import aligned_zeros
 
 
 def logical_arrays(case):
@@ -58,8 +59,11 @@ def test_gradient_through_the_relu_before(target, case):
     x = np.maximum(x - np.float32(0.5), 0)
     window, apart, together = (case.kernel, case.stride, case.padding), np.empty_like(x), np.empty_like(x)
     target.max_pool2d_input_grad(x, dy, apart, *window)
-    target.max_pool2d_input_grad(x, dy, together, *window, relu=True)
+    sums = np.full((*x.shape[:2], x.shape[4]), np.nan)
+    target.max_pool2d_input_grad(x, dy, together, *window, relu=True, sums=sums)
     np.testing.assert_array_equal(together, np.where(x > 0, apart, 0))
+    limit = 16 * np.finfo(np.float32).eps * np.abs(dy.astype(np.float64)).sum((2, 3))
+    assert (np.abs(sums - together.sum((2, 3), dtype=np.float64)) <= limit).all()
 
 
 @pytest.mark.parametrize("case", POOLINGS, ids=lambda case: case.name)
@@ -67,6 +71,27 @@ def test_threads_do_not_change_a_bit(target, case):
     results = [run(target, case, logical_arrays(case), target.SIMD_WIDTH, threads=t) for t in THREADS]
     for other in results[1:]:
         assert [a.tobytes() for a in results[0]] == [a.tobytes() for a in other]
+
+
+@pytest.mark.parametrize("kernel", [2, 3])
+def test_large_gradients_are_those_of_their_halves(target, kernel):
+    """Arrays so large that they are written past the caches get the same bits as halves, which are not; so do sums."""
+    if target is reference:
+        pytest.skip("the twin writes as NumPy does")
+    b, size, outputs = target.SIMD_WIDTH, 61, 30
+    blocks = 2 + 2**22 // (2 * size * size * b)
+    x, dy = normal((2, blocks, size, size, b), 0), normal((2, blocks, outputs, outputs, b), 1)
+    dx, half = aligned_zeros(x.shape), aligned_zeros((1, *x.shape[1:]))
+    sums, half_sums = np.empty((2, blocks, b)), np.empty((1, blocks, b))
+    window = ((kernel, kernel), (2, 2), (0, 0))
+    target.max_pool2d_input_grad(x, dy, dx, *window, relu=True, num_threads=2, sums=sums)
+    for part in (slice(0, 1), slice(1, 2)):
+        target.max_pool2d_input_grad(x[part], dy[part], half, *window, relu=True, sums=half_sums)
+        assert np.array_equal(dx[part], half) and np.array_equal(sums[part], half_sums)
+    target.avg_pool2d_input_grad(dy, dx, *window, True, num_threads=2)
+    for part in (slice(0, 1), slice(1, 2)):
+        target.avg_pool2d_input_grad(dy[part], half, *window, True)
+        assert np.array_equal(dx[part], half)
 
 
 def test_a9_floor_and_ceil(target):

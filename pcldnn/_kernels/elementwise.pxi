@@ -13,7 +13,7 @@
 #    moves between lanes.
 # f. The bias gradient adds runs of at most 64 vectors in float32 (4 accumulators, 16 terms each) and
 #    everything beyond in double, so its error does not grow with minibatch or image size. Image groups are
-#    cut by size alone.
+#    cut by size alone. Where dy has still to be masked by a ReLU, the same pass does that, in place.
 
 cdef extern from "simd_math.h" nogil:
     vec load_some "vec_load_some"(const float* p, int count, float fill)
@@ -33,6 +33,7 @@ cdef enum:
     BIAS_JOB = 8         # channel blocks of a bias-gradient job [blocks]
     WORD_RUN = 16        # adjacent channels that use the same word of their Philox calls [channels]
     BIAS_GROUP = 16384   # vectors of an image group of a bias-gradient job [vectors]
+    PAST = 4194304       # an output array of so many floats goes past the caches: nobody would find it there
 
 ctypedef vec (*unary)(vec x) noexcept nogil
 ctypedef vec (*binary)(vec y, vec dy) noexcept nogil
@@ -40,6 +41,18 @@ ctypedef vec (*binary)(vec y, vec dy) noexcept nogil
 
 cdef inline Py_ssize_t runs_of(Py_ssize_t size) noexcept nogil:
     return (size + RUN - 1) // RUN
+
+
+cdef inline bint goes_past(const float* out, Py_ssize_t size) noexcept nogil:
+    """Whether an output array of whole vectors is written past the caches (`put`): its lines are not read first."""
+    return size >= PAST and <size_t>out % (b * sizeof(float)) == 0
+
+
+cdef inline void put(float* out, vec a, bint past) noexcept nogil:
+    if past:
+        store_past(out, a)
+    else:
+        store(out, a)
 
 
 cdef inline void map_run(unary f, Py_ssize_t job, Py_ssize_t size, const float* x, float* y) noexcept nogil:
@@ -235,27 +248,36 @@ def dropout(const float[:, :, :, ::1] x,         # IN   (N, CB, M, b)
                       ids[job // groups], mask)
 
 
-cdef inline vec sum_run(const float* dy, Py_ssize_t count) noexcept nogil:
+cdef inline vec taken(const float* y, float* dy, bint relu) noexcept nogil:
+    """A vector of dy, with `relu` masked by y in place."""
+    cdef vec grad = load(dy)
+    if relu:
+        grad = relu_slope(load(y), grad)
+        store(dy, grad)
+    return grad
+
+
+cdef inline vec sum_run(const float* y, float* dy, Py_ssize_t count, bint relu) noexcept nogil:
     """Sum of `count` <= BIAS_RUN adjacent vectors."""
     cdef vec s0 = zero(), s1 = zero(), s2 = zero(), s3 = zero()
     cdef Py_ssize_t i = 0
     while i + 4 <= count:
-        s0 = s0 + load(dy + i * b)
-        s1 = s1 + load(dy + (i + 1) * b)
-        s2 = s2 + load(dy + (i + 2) * b)
-        s3 = s3 + load(dy + (i + 3) * b)
+        s0 = s0 + taken(y + i * b, dy + i * b, relu)
+        s1 = s1 + taken(y + (i + 1) * b, dy + (i + 1) * b, relu)
+        s2 = s2 + taken(y + (i + 2) * b, dy + (i + 2) * b, relu)
+        s3 = s3 + taken(y + (i + 3) * b, dy + (i + 3) * b, relu)
         i += 4
     while i < count:
-        s0 = s0 + load(dy + i * b)
+        s0 = s0 + taken(y + i * b, dy + i * b, relu)
         i += 1
     return (s0 + s1) + (s2 + s3)
 
 
-cdef void bias_group(const float* dy, Py_ssize_t images, Py_ssize_t image, int blocks, Py_ssize_t pixels,
-                     double* sums) noexcept nogil:
+cdef inline void bias_group(const float* y, float* dy, Py_ssize_t images, Py_ssize_t image, int blocks,
+                            Py_ssize_t pixels, double* sums, bint relu) noexcept nogil:
     """sums[block*b + lane] of some images and some adjacent channel blocks."""
     cdef vec run[BIAS_JOB]
-    cdef Py_ssize_t n, n0, m
+    cdef Py_ssize_t n, n0, m, at
     cdef Py_ssize_t together = max(1, BIAS_RUN // pixels)      # images whose pixels make up a run
     cdef int k
     memset(sums, 0, blocks * b * sizeof(double))
@@ -265,12 +287,46 @@ cdef void bias_group(const float* dy, Py_ssize_t images, Py_ssize_t image, int b
                 run[k] = zero()
             for n in range(n0, min(n0 + together, images)):
                 for k in range(blocks):
+                    at = n * image + (k * pixels + m) * b
                     if pixels == 1:
-                        run[k] = run[k] + load(dy + n * image + k * b)
+                        run[k] = run[k] + taken(y + at, dy + at, relu)
                     else:
-                        run[k] = run[k] + sum_run(dy + n * image + (k * pixels + m) * b, min(BIAS_RUN, pixels - m))
+                        run[k] = run[k] + sum_run(y + at, dy + at, min(BIAS_RUN, pixels - m), relu)
             for k in range(blocks):
                 add_double(sums + k * b, run[k])
+
+
+cdef int sum_channels(const float* y, float* dy, tuple shape, float[::1] dbias, bint relu, int num_threads) except -1:
+    """dbias from dy of `shape` (N, KB, M, b), which with `relu` is masked by y in place."""
+    cdef Py_ssize_t count = shape[0], blocks = shape[1], pixels = shape[2], image = blocks * pixels * b
+    # One channel block a job reads long runs of memory; where they are short, adjacent blocks are taken
+    # together.
+    cdef Py_ssize_t together = 1 if pixels >= BIAS_RUN else BIAS_JOB
+    cdef Py_ssize_t per_group = max(1, BIAS_GROUP // max(1, pixels * together))
+    cdef Py_ssize_t groups = (count + per_group - 1) // per_group, spans = (blocks + together - 1) // together
+    cdef Py_ssize_t job, group, k, i, at, images
+    cdef double total
+    cdef double* sums = <double*>malloc(groups * blocks * b * sizeof(double))
+    if sums == NULL:
+        raise MemoryError(f"bias_grad: {groups * blocks * b * sizeof(double)} bytes of partial sums")
+    for job in prange(groups * spans, nogil=True, num_threads=num_threads, schedule="static"):
+        group = job // spans
+        k = job % spans * together
+        at = group * per_group * image + k * pixels * b
+        images = min(per_group, count - group * per_group)
+        if relu:
+            bias_group(y + at, dy + at, images, image, <int>min(together, blocks - k), pixels,
+                       sums + (group * blocks + k) * b, True)
+        else:
+            bias_group(NULL, dy + at, images, image, <int>min(together, blocks - k), pixels,
+                       sums + (group * blocks + k) * b, False)
+    for i in range(blocks * b):
+        total = 0
+        for group in range(groups):
+            total += sums[group * blocks * b + i]
+        dbias[i] = <float>total
+    free(sums)
+    return 0
 
 
 def bias_grad(const float[:, :, :, ::1] dy,      # IN   (N, KB, M, b)
@@ -279,29 +335,21 @@ def bias_grad(const float[:, :, :, ::1] dy,      # IN   (N, KB, M, b)
     """dbias = sum of dy over images and pixels; overwrites (zeros when N = 0)."""
     checks.bias_grad(dims(dy), dims(dbias), num_threads)
     checks.width("dy", dy.shape[3], b)
-    cdef Py_ssize_t count = dy.shape[0], blocks = dy.shape[1], pixels = dy.shape[2], image = blocks * pixels * b
-    # One channel block a job reads long runs of memory; where they are short, adjacent blocks are taken
-    # together.
-    cdef Py_ssize_t together = 1 if pixels >= BIAS_RUN else BIAS_JOB
-    cdef Py_ssize_t per_group = max(1, BIAS_GROUP // max(1, pixels * together))
-    cdef Py_ssize_t groups = (count + per_group - 1) // per_group, spans = (blocks + together - 1) // together
-    cdef Py_ssize_t job, group, k, i
-    cdef double total
-    if count * pixels == 0:
+    if dy.shape[0] * dy.shape[1] * dy.shape[2] == 0:
         dbias[:] = 0
         return
-    cdef const float* pdy = &dy[0, 0, 0, 0]
-    cdef double* sums = <double*>malloc(groups * blocks * b * sizeof(double))
-    if sums == NULL:
-        raise MemoryError(f"bias_grad: {groups * blocks * b * sizeof(double)} bytes of partial sums")
-    for job in prange(groups * spans, nogil=True, num_threads=num_threads, schedule="static"):
-        group = job // spans
-        k = job % spans * together
-        bias_group(pdy + group * per_group * image + k * pixels * b, min(per_group, count - group * per_group), image,
-                   <int>min(together, blocks - k), pixels, sums + (group * blocks + k) * b)
-    for i in range(blocks * b):
-        total = 0
-        for group in range(groups):
-            total += sums[group * blocks * b + i]
-        dbias[i] = <float>total
-    free(sums)
+    sum_channels(NULL, <float*>&dy[0, 0, 0, 0], dims(dy), dbias, False, num_threads)
+
+
+def relu_bias_grad(const float[:, :, :, ::1] y,  # IN      (N, KB, M, b)
+                   float[:, :, :, ::1] dy,       # IN/OUT  (N, KB, M, b)
+                   float[::1] dbias,             # OUT     (KB*b,)
+                   int num_threads=1):
+    """`relu_input_grad` in place and `bias_grad` of its result in one pass, with the same bits."""
+    checks.same(num_threads, y=dims(y), dy=dims(dy))
+    checks.bias_grad(dims(dy), dims(dbias), num_threads)
+    checks.width("dy", dy.shape[3], b)
+    if dy.shape[0] * dy.shape[1] * dy.shape[2] == 0:
+        dbias[:] = 0
+        return
+    sum_channels(&y[0, 0, 0, 0], &dy[0, 0, 0, 0], dims(dy), dbias, True, num_threads)

@@ -128,6 +128,12 @@ def bias_grad(dy, dbias, num_threads=1):
     dbias[...] = rows.sum(axis=1)
 
 
+def relu_bias_grad(y, dy, dbias, num_threads=1):
+    """`relu_input_grad` in place and `bias_grad` of its result."""
+    relu_input_grad(y, dy, dy, num_threads)
+    bias_grad(dy, dbias, num_threads)
+
+
 def linear_scratch_size(n, f, k):
     """Elements of scratch that the linear kernels need for x (n, f) and y (n, k); the twin needs none."""
     return 0

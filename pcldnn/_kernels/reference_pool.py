@@ -51,8 +51,11 @@ def max_pool2d_forward(x, y, kernel, stride, padding, num_threads=1):
         y[out] = np.maximum(y[out], x[image])
 
 
-def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, relu=False, num_threads=1):
-    """Each dy goes to the place of the maximum of its window in x; overwrites dx. `relu`: x is a ReLU's output."""
+def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, relu=False, num_threads=1, sums=None):
+    """Each dy goes to the place of the maximum of its window in x; overwrites dx. `relu`: x is a ReLU's output.
+
+    `sums` (N, CB, b), float64, become those of dx over the pixels.
+    """
     checks.pool2d(x.shape, dy.shape, kernel, stride, padding, num_threads, names=("x", "dy"))
     checks.same(num_threads, x=x.shape, dx=dx.shape)
     _, winner = _maximum(x, dy.shape, kernel, stride, padding)
@@ -61,6 +64,9 @@ def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, relu=False, num_th
         dx[image] += np.where(winner[out] == tap, dy[out], 0)
     if relu:
         relu_input_grad(x, dx, dx)
+    if sums is not None:
+        checks.shape("sums", sums.shape, (*x.shape[:2], x.shape[4]))
+        sums[...] = dx.sum(axis=(2, 3), dtype=np.float64)
 
 
 def _counts(size, outputs, kernel, stride, padding, count_include_pad):

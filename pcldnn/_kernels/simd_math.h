@@ -9,7 +9,7 @@
  * (c) A row that does not end on a whole vector ends with vec_load_some / vec_store_some: same arithmetic, no
  *     scalar path to keep equal to the vector one.
  * (d) Intrinsics only where the compiler finds no instruction for the generic form (tried with gcc 12): min,
- *     max and the multiplication of 32-bit integers to 64 bits.
+ *     max, whether a mask is empty, and the multiplication of 32-bit integers to 64 bits.
  */
 #ifndef PCL_SIMD_MATH_H
 #define PCL_SIMD_MATH_H
@@ -56,6 +56,29 @@ PCL_INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
 
 /* -1 in the lanes that are NaN */
 PCL_INLINE ivec vec_isnan(vec a) { return a != a; }
+
+/* Whether any lane of a mask is -1. */
+PCL_INLINE int ivec_any(ivec mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__SSE2__)
+    return _mm_movemask_ps((__m128)mask) != 0;
+#else
+    int any = 0;
+    for (int i = 0; i < PCL_WIDTH; i++) any |= mask[i];
+    return any != 0;
+#endif
+}
+
+/* a in the lanes where x is best, else 0; these lanes of a become 0, so that another x that is as good gets nothing. */
+PCL_INLINE vec vec_take_where(vec x, vec best, vec *a) {
+    ivec hit = x == best;
+    vec taken = (vec)(hit & (ivec)*a);
+    *a = vec_select(hit, vec_zero(), *a);
+    return taken;
+}
 
 /* best = max(best, a), and where it came from: `where` becomes `tap` in the lanes that changed. NaN wins. */
 PCL_INLINE void vec_argmax(vec *best, ivec *where, vec a, int tap) {

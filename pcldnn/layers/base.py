@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from pcldnn import _kernels as kernels
 from pcldnn.layers.parameter import Parameter
 from pcldnn.layout import Layout
 from pcldnn.machine import Machine
@@ -182,6 +183,7 @@ class Unit:
         self.value = plan.views(memory.parameters) if plan.parameters else {}
         self.grad = plan.views(memory.gradients) if memory.gradients is not None else {}
         self.x = self.y = self.step = None  # of the last forward pass
+        self.pixel_sums = None  # of the gradient between two units, which the second leaves to the first
 
     def forward(self, x: np.ndarray, step: StepContext) -> np.ndarray:
         """Output for the blocked images `x`."""
@@ -209,6 +211,28 @@ def by_channel_block(array: np.ndarray) -> np.ndarray:
 def by_image(array: np.ndarray) -> np.ndarray:
     """(N, C/b, H, W, b) seen as (N, padded features): what a fully connected layer takes."""
     return array.reshape(len(array), prod(array.shape[1:]))
+
+
+def share_pixel_sums(before: Unit, unit: Unit) -> None:
+    """Let `unit` leave the sums of its input gradient over pixels to the unit before, whose bias gradient they make.
+
+    A layer on a grid does not look at them: its gradients are of other ranks' images, too.
+    """
+    layout = unit.plan.input
+    unit.pixel_sums = before.pixel_sums = np.zeros((unit.plan.images, layout.channel_blocks, layout.block))
+
+
+def mask_and_sum(unit: Unit, dy: np.ndarray) -> None:
+    """What a layer with weights does with dy first: mask it for a fused ReLU, in place, and sum it for its bias."""
+    masks, bias = unit.plan.fused is not None and not unit.plan.masked, unit.grad.get("bias")
+    if unit.pixel_sums is not None and bias is not None:
+        bias[...] = unit.pixel_sums[: len(dy)].reshape(len(dy), bias.size).sum(axis=0)
+    elif masks and bias is not None:
+        kernels.relu_bias_grad(by_channel_block(unit.y), by_channel_block(dy), bias, unit.num_threads)
+    elif masks:
+        kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
+    elif bias is not None:
+        kernels.bias_grad(by_channel_block(dy), bias, unit.num_threads)
 
 
 # --- description ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Layer, by_channel_block, called_blocks, pair, per_rank
+from pcldnn.layers.base import Layer, called_blocks, mask_and_sum, pair, per_rank
 from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
 
@@ -141,8 +141,7 @@ class Conv2d(Layer):
             )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused and not unit.plan.masked:
-            kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
+        mask_and_sum(unit, dy)
         made, scratch = unit.plan.weight_grad, unit.memory.scratch.get("weight_grad")
         if made.algorithm == "winograd":
             kernels.winograd_weight_grad(
@@ -152,8 +151,6 @@ class Conv2d(Layer):
             kernels.conv2d_weight_grad(
                 unit.x, dy, unit.grad["weight"], self.stride, self.padding, scratch, made.blocking, unit.num_threads
             )  # fmt: skip
-        if self.bias:
-            kernels.bias_grad(by_channel_block(dy), unit.grad["bias"], unit.num_threads)
 
     def compute_input_grad(self, unit, dy, dx):
         self.compute_input_grad_of(unit, dy, dx, 0, len(unit.value["weight"]))

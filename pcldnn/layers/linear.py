@@ -8,7 +8,7 @@ from pcldnn import _kernels as kernels
 from pcldnn import balance
 from pcldnn import blocking as solver
 from pcldnn.layers.activation import ReLU
-from pcldnn.layers.base import Layer, by_channel_block, by_image, called_blocks, per_rank
+from pcldnn.layers.base import Layer, by_image, called_blocks, mask_and_sum, per_rank
 from pcldnn.layers.parameter import Bias, Parameter
 from pcldnn.layout import Layout, blocks, linear_from_blocked, linear_to_blocked
 
@@ -93,14 +93,11 @@ class Linear(Layer):
         )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        if unit.plan.fused and not unit.plan.masked:
-            kernels.relu_input_grad(unit.y, dy, dy, unit.num_threads)
+        mask_and_sum(unit, dy)
         kernels.linear_weight_grad(
             by_image(unit.x), by_image(dy), unit.grad["weight"],
             unit.memory.scratch.get("weight_grad"), unit.plan.weight_grad.blocking, unit.num_threads,
         )  # fmt: skip
-        if self.bias:
-            kernels.bias_grad(by_channel_block(dy), unit.grad["bias"], unit.num_threads)
 
     def compute_input_grad(self, unit, dy, dx):
         self.compute_input_grad_of(unit, dy, dx, 0, len(unit.value["weight"]))

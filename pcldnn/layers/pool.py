@@ -82,8 +82,9 @@ class MaxPool2d(_Pool2d):
         kernels.max_pool2d_forward(x, y, self.kernel_size, self.stride, self.padding, unit.num_threads)
 
     def compute_input_grad(self, unit, dy, dx):
+        sums = None if unit.pixel_sums is None else unit.pixel_sums[: len(dy)]
         kernels.max_pool2d_input_grad(
-            unit.x, dy, dx, self.kernel_size, self.stride, self.padding, unit.plan.relu_input, unit.num_threads
+            unit.x, dy, dx, self.kernel_size, self.stride, self.padding, unit.plan.relu_input, unit.num_threads, sums
         )
 
 

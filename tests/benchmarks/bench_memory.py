@@ -15,13 +15,14 @@ from pcldnn.layout import aligned_zeros, blocks
 # network, name, pass, minibatch (that of a training step, or less where the array is large)
 OPERATIONS = [
     ("vgg_a", "relu", "forward", 8), ("vgg_a", "relu", "input_grad", 8),
+    ("vgg_a", "relu_bias", "input_grad", 8),
     ("vgg_a", "sigmoid", "forward", 8), ("vgg_a", "sigmoid", "input_grad", 8),
     ("vgg_a", "tanh", "forward", 8), ("vgg_a", "tanh", "input_grad", 8),
     ("vgg_a", "dropout", "forward", 8),
     ("vgg_a", "block", "forward", 32),
     ("cd_dnn", "loss", "forward", 1024),
     ("vgg_a", "sgd", "update", 1),
-    ("tiny", "relu", "input_grad", 2), ("tiny", "dropout", "forward", 2), ("tiny", "block", "forward", 2),
+    ("tiny", "relu", "input_grad", 2), ("tiny", "relu_bias", "input_grad", 2), ("tiny", "dropout", "forward", 2), ("tiny", "block", "forward", 2),
     ("tiny", "loss", "forward", 2), ("tiny", "sgd", "update", 1),
 ]  # fmt: skip
 
@@ -67,7 +68,7 @@ def _shape(row):
 
 def _bytes(row):
     """Bytes that a call must move [byte]."""
-    arrays = {"sgd": 5, "relu": 2, "sigmoid": 2, "tanh": 2, "dropout": 2, "block": 2, "loss": 2}[row.layer]
+    arrays = {"sgd": 5}.get(row.layer, 2)
     return 4 * int(np.prod(_shape(row))) * (arrays + (row.pass_name == "input_grad"))
 
 
@@ -90,6 +91,9 @@ def _ours(row, shape, kernels, threads):
     if name == "dropout":
         ids = np.arange(images)
         return lambda: kernels.dropout(x, x, 0.5, 1, 1, 0, ids, channels, threads)
+    if name == "relu_bias":
+        dy, dbias = filled(x.shape), np.zeros(x.shape[1] * x.shape[3], np.float32)
+        return lambda: kernels.relu_bias_grad(x, dy, dbias, threads)
     kernel = getattr(kernels, f"{name}_{row.pass_name}")
     if row.pass_name == "input_grad":
         dy = filled(x.shape)

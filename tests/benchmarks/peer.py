@@ -139,6 +139,7 @@ def operation(row: Row, shape: tuple, threads: int):
     return {
         ("relu", "forward"): lambda: torch.relu_(x),
         ("relu", "input_grad"): lambda: aten.threshold_backward.grad_input(dy, x, 0, grad_input=dy),
+        ("relu_bias", "input_grad"): lambda: aten.threshold_backward.grad_input(dy, x, 0, grad_input=dy).sum((0, 2, 3)),
         ("sigmoid", "forward"): lambda: torch.sigmoid_(x),
         ("sigmoid", "input_grad"): lambda: aten.sigmoid_backward.grad_input(dy, x, grad_input=dy),
         ("tanh", "forward"): lambda: torch.tanh_(x),
