@@ -345,8 +345,8 @@ def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlo
 # --- Winograd convolution -----------------------------------------------------------------------------------------
 
 POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters; smaller tiles use some of them
-CACHED_TILES = 48  # in flight while the transformed filters stay in L3
-LEAST_TILES, MOST_TILES = 64, 112  # otherwise: filters are read once per batch, so few tiles mean many bytes
+LEAST_TILES, MOST_TILES = 64, 192  # of a batch: more gain nothing (measured)
+MOST_GRADIENT_TILES = 96  # of the weight gradient
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
 SUM_CHANNELS = 128  # added up from zero at most: the error grows with them (docs/numerics.md), and fewer cost time
 TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
@@ -359,7 +359,6 @@ class WinogradBlocking(NamedTuple):
     tiles: int  # in flight; in the weight gradient it sets the order of the sums
     k_blocks: int  # blocks of output channels whose products are held at a time
     c_blocks: int  # blocks of summed channels per visit of the products, which sets the order of the sums, too
-    private: bool  # each thread has batches of its own
 
 
 def winograd_fits(shape: ConvShape, machine: Machine) -> bool:
@@ -389,44 +388,38 @@ def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
     return shape.N * rows * columns, shape.N * row_points * column_points
 
 
-def _winograd_blocking(shape: ConvShape, machine: Machine) -> tuple[WinogradBlocking, bool]:
-    """Blocking without private batches, and whether the transformed filters stay in L3 (constants measured)."""
-    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
-    c_blocks = max(machine.l1 // 2 // (FLOAT * machine.tile[0] * machine.width**2), 1)
-    c_blocks = min(c_blocks, SUM_CHANNELS // machine.width)
-    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
-    shared = machine.l3 or 8 * machine.l2
-    cached = 8 * FLOAT * winograd_filter_size(shape, machine) <= shared
-    room = shared // (FLOAT * POINTS * machine.width * (in_blocks + out_blocks))
-    tiles = CACHED_TILES if cached else min(max(room, LEAST_TILES), MOST_TILES)
-    return WinogradBlocking(tiles, out_blocks, c_blocks, False), cached
-
-
-def winograd_forward(shape: ConvShape, machine: Machine, threads: int = 1) -> WinogradBlocking:
+def winograd_forward(shape: ConvShape, machine: Machine) -> WinogradBlocking:
     """Blocking of the forward pass, and of the input gradient for its `winograd_input_grad_shape`.
 
-    Threads share their batches where filters come from memory, so that these are read once for all threads. Where the
-    filters are cached, each thread has its own, so that the transformed data do not move between cores.
+    Filters are read once for each batch, and are larger than what a batch needs beside them: the more tiles the
+    better, as long as their transformed data stay in L3.
     """
-    blocking, cached = _winograd_blocking(shape, machine)
-    return blocking._replace(private=cached and winograd_tiles(shape)[0] >= 4 * threads * blocking.tiles)
+    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
+    panel = FLOAT * machine.tile[0] * machine.width**2  # filters of a panel and one block of summed channels
+    c_blocks = min(max(3 * machine.l1 // 4 // panel, 1), SUM_CHANNELS // machine.width)
+    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
+    room = (machine.l3 or 8 * machine.l2) // (FLOAT * POINTS * machine.width * (in_blocks + out_blocks))
+    return WinogradBlocking(min(max(room, LEAST_TILES), MOST_TILES), out_blocks, c_blocks)
 
 
 def winograd_weight_grad(shape: ConvShape, machine: Machine) -> WinogradBlocking:
-    """Blocking of the weight gradient. It never looks at threads: the number of tiles sets the order of the sums."""
-    return _winograd_blocking(shape, machine)[0]
+    """Blocking of the weight gradient. It never looks at threads: the number of tiles sets the order of the sums.
+
+    It reads and writes its sums once for each batch. Its strips of tiles are read again for each panel, from L2.
+    """
+    made = winograd_forward(shape, machine)
+    return made._replace(tiles=min(made.tiles, MOST_GRADIENT_TILES))
 
 
-def winograd_scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking, threads: int = 1) -> int:
-    """Memory for a batch, or for one of each thread [float32]: at least `winograd_scratch_size` of the kernels."""
+def winograd_scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking) -> int:
+    """Memory for a batch [float32]: at least `winograd_scratch_size` of the kernels."""
 
     def odd_lines(size):
         return (ceil(size / 16) | 1) * 16
 
     tiles = min(blocking.tiles, winograd_tiles(shape)[0]) + 3  # each kind of tile is rounded by itself
     rows = [ceil(shape.C / machine.width) * machine.width, blocking.k_blocks * machine.width]
-    batch = POINTS * sum(odd_lines(tiles * odd_lines(row)) for row in rows)
-    return batch * (threads if blocking.private else 1)
+    return POINTS * sum(odd_lines(tiles * odd_lines(row)) for row in rows)
 
 
 def winograd_filter_size(shape: ConvShape, machine: Machine) -> int:

@@ -40,7 +40,7 @@ SHAPES = {
     "5x5, 1x2": (2, 5, 1, 2, 3, (2, 2)),
 }
 DATA = ("normal", "positive", "mean")
-BLOCKINGS = [None, (1, 1, 1, False), (5, 2, 2, False), (7, 1, 1, True), (64, 3, 2, True)]
+BLOCKINGS = [None, (1, 1, 1), (5, 2, 2), (64, 3, 2)]
 
 
 def size(name):
@@ -134,7 +134,7 @@ def test_the_three_passes(target, name, data):
 def test_blocking_changes_nothing_but_the_order_of_sums(target, name, blocking):
     """And of outputs and input gradients only the blocks of summed channels do."""
     values, padding, b = arrays(name), SHAPES[name][5], target.SIMD_WIDTH
-    plain = winograd(target, values, padding, b, (10**6, 10**6, blocking[2], False))
+    plain = winograd(target, values, padding, b, (10**6, 10**6, blocking[2]))
     got = winograd(target, values, padding, b, blocking)
     assert all(np.array_equal(one, other) for one, other in zip(plain[:2], got[:2], strict=True))
     for one, other in zip(got, winograd(target, values, padding, b), strict=True):
@@ -149,9 +149,9 @@ def test_bit_identical_for_any_number_of_threads_and_from_run_to_run(target, blo
         assert all(np.array_equal(one, other) for one, other in zip(runs[0], run, strict=True))
 
 
-@pytest.mark.parametrize("blocking", [(0, 1, 1, False), (5, 1, 1, 0), (5, 1, 1), (5, 1, -2, True)], ids=str)
+@pytest.mark.parametrize("blocking", [(0, 1, 1), (5, 1), (5, 1, -2)], ids=str)
 def test_blocking_is_checked(target, blocking):
-    with pytest.raises(ValueError, match=r"blocking is .*wanted \(tiles, k_blocks, c_blocks, private\?\)"):
+    with pytest.raises(ValueError, match=r"blocking is .*wanted \(tiles, k_blocks, c_blocks\)"):
         winograd(target, arrays("7x7"), SHAPES["7x7"][5], target.SIMD_WIDTH, blocking)
 
 
@@ -187,16 +187,15 @@ def test_a_scratch_of_the_stated_size_suffices_and_a_smaller_one_is_refused(targ
     in_blocks, out_blocks = x.shape[1], dy.shape[1]
     u, tiles = np.empty((POINTS, out_blocks, in_blocks * b, b), np.float32), 8
     target.winograd_transform_filter(weight, u)
-    for private, threads in ((False, 2), (True, 2)):
-        blocking = (tiles, out_blocks, 1, private)
-        size = target.winograd_scratch_size(in_blocks, out_blocks, tiles + 3, threads if private else 1)
-        padded = np.full(size + 1, np.float32(7))
-        target.winograd_forward(x, u, None, dy, (0, 0), False, padded[:size], blocking, threads)
-        assert padded[-1] == 7
-        with pytest.raises(ValueError, match="scratch"):
-            target.winograd_forward(x, u, None, dy, (0, 0), False, np.empty(99, np.float32), blocking, threads)
-    size = u.size + target.winograd_scratch_size(in_blocks, out_blocks, tiles + 3, 1)
-    target.winograd_weight_grad(x, dy, weight, (0, 0), np.empty(size, np.float32), (tiles,) + blocking[1:], 2)
+    blocking = (tiles, out_blocks, 1)
+    size = target.winograd_scratch_size(in_blocks, out_blocks, tiles + 3)
+    padded = np.full(size + 1, np.float32(7))
+    target.winograd_forward(x, u, None, dy, (0, 0), False, padded[:size], blocking, 2)
+    assert padded[-1] == 7
+    with pytest.raises(ValueError, match="scratch"):
+        target.winograd_forward(x, u, None, dy, (0, 0), False, np.empty(99, np.float32), blocking, 2)
+    size = u.size + target.winograd_scratch_size(in_blocks, out_blocks, tiles + 3)
+    target.winograd_weight_grad(x, dy, weight, (0, 0), np.empty(size, np.float32), blocking, 2)
     with pytest.raises(ValueError, match="scratch"):
         target.winograd_weight_grad(x, dy, weight, (0, 0), np.empty(u.size, np.float32), blocking, 2)
 

@@ -62,16 +62,14 @@ def test_planned_scratch_is_what_the_kernels_ask_for_and_bounded():
     machine = Machine.detect()
     if not hasattr(kernels, "fma_loop"):
         pytest.skip("the twins need no scratch")
-    for n, c, size, k, threads in product((1, 2, 33), (3, 64, 200), (1, 7, 14, 30), (8, 100), (1, 2, 7)):
+    for n, c, size, k in product((1, 2, 33), (3, 64, 200), (1, 7, 14, 30), (8, 100)):
         shape = solver.ConvShape(n, c, size, size, k, 3, 3, (1, 1), (1, 1))
         in_blocks, out_blocks = -(-c // machine.width), -(-k // machine.width)
-        for made in (solver.winograd_forward(shape, machine, threads), solver.winograd_weight_grad(shape, machine)):
+        for made in (solver.winograd_forward(shape, machine), solver.winograd_weight_grad(shape, machine)):
             tiles = solver.winograd_tiles(shape)[0]
             batches = max(-(-tiles // made.tiles), 1)
-            wanted = kernels.winograd_scratch_size(
-                in_blocks, out_blocks, -(-tiles // batches) + 3, threads if made.private else 1
-            )  # fmt: skip
-            assert solver.winograd_scratch(shape, machine, made, threads) >= wanted
+            wanted = kernels.winograd_scratch_size(in_blocks, out_blocks, -(-tiles // batches) + 3)
+            assert solver.winograd_scratch(shape, machine, made) >= wanted
 
 
 def test_the_solver_knows_the_kernels_tiles():

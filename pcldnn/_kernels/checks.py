@@ -13,7 +13,7 @@ blocks.
 MAX_INT32 = 2**31 - 1
 CONV_BLOCKING = ("c_blocks", "across_images?", "rows")  # fields of the tuples of pcldnn.blocking
 WEIGHT_GRAD_BLOCKING = ("band", "c_blocks", "copies", "across_images?")
-WINOGRAD_BLOCKING = ("tiles", "k_blocks", "c_blocks", "private?")
+WINOGRAD_BLOCKING = ("tiles", "k_blocks", "c_blocks")
 LINEAR_BLOCKING = ("depth", "tiles", "panels")
 WINOGRAD_POINTS = 64  # of a whole tile: the first extent of transformed filters
 WINOGRAD_KERNELS = (3, 5)

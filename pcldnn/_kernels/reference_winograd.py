@@ -53,7 +53,7 @@ def _points(tiles):
     return tiles.transpose(3, 4, 0, 1, 2).reshape(64, c, rows * cols)
 
 
-def winograd_scratch_size(in_blocks, out_blocks, tiles, batches):
+def winograd_scratch_size(in_blocks, out_blocks, tiles):
     """The twins need no scratch."""
     return 0
 

@@ -7,7 +7,7 @@
 # b. A batch is some tiles of all images, as many of each kind in every batch. Per batch: transform the inputs, multiply
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
-# c. Either all threads share a batch, or each has its own (`private`): then V and M may stay in its L2.
+# c. All threads share a batch: filters, the largest array of wide layers, are read once for all of them.
 # d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products
 #    of `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
 
@@ -188,39 +188,12 @@ cdef void layout_batch(Winograd* g, Py_ssize_t m_blocks, bint blocked, float* sc
     g.m = scratch + POINTS * g.v_point
 
 
-def winograd_scratch_size(Py_ssize_t in_blocks, Py_ssize_t out_blocks, Py_ssize_t tiles, Py_ssize_t batches):
-    """Elements of V and M of batches of `tiles` tiles; `out_blocks` as many as M holds; `batches` at the same time."""
-    return batches * POINTS * (odd_lines(tiles * odd_lines(in_blocks * b))
-                               + odd_lines(tiles * odd_lines(out_blocks * b)))
+def winograd_scratch_size(Py_ssize_t in_blocks, Py_ssize_t out_blocks, Py_ssize_t tiles):
+    """Elements of V and M of a batch of `tiles` tiles; `out_blocks` as many as M holds."""
+    return POINTS * (odd_lines(tiles * odd_lines(in_blocks * b)) + odd_lines(tiles * odd_lines(out_blocks * b)))
 
 
-cdef void own_batches(Winograd* shared, Py_ssize_t worker, Py_ssize_t workers, Py_ssize_t size) noexcept nogil:
-    """Every `workers`-th batch, in memory of its own."""
-    cdef Winograd g = shared[0]
-    cdef Batch batch
-    cdef Py_ssize_t i = worker, k, k1, c
-    cdef int point
-    layout_batch(&g, g.k_blocks, True, shared.v + worker * size)
-    while i < g.batches:
-        start_batch(&g, i, &batch)
-        c = 0
-        while c < g.in_blocks:
-            transform_inputs(&g, &batch, c, min(c + LINE, g.in_blocks), 0, batch.start[4])
-            c += LINE
-        k = 0
-        while k < g.out_blocks:
-            k1 = min(k + g.k_blocks, g.out_blocks)
-            for point in range(POINTS):
-                multiply(&g, &batch, point, k, k, k1)
-            c = k
-            while c < k1:
-                transform_outputs(&g, &batch, k, c, min(c + LINE, k1), 0, batch.start[4])
-                c += LINE
-            k = k1
-        i += workers
-
-
-cdef void shared_inputs(Winograd* g, Batch* batch, int num_threads) noexcept nogil:
+cdef void all_inputs(Winograd* g, Batch* batch, int num_threads) noexcept nogil:
     cdef Py_ssize_t job, chunks = (batch.start[4] + CHUNK_TILES - 1) // CHUNK_TILES
     cdef Py_ssize_t lines = (g.in_blocks + LINE - 1) // LINE
     for job in prange(lines * chunks, num_threads=num_threads, schedule="static"):
@@ -228,7 +201,7 @@ cdef void shared_inputs(Winograd* g, Batch* batch, int num_threads) noexcept nog
                          job % chunks * CHUNK_TILES, min((job % chunks + 1) * CHUNK_TILES, batch.start[4]))
 
 
-cdef void shared_products(Winograd* g, Batch* batch, Py_ssize_t k, Py_ssize_t k1, int num_threads) noexcept nogil:
+cdef void all_products(Winograd* g, Batch* batch, Py_ssize_t k, Py_ssize_t k1, int num_threads) noexcept nogil:
     """The products and outputs of channel blocks k..k1."""
     cdef Py_ssize_t panels = panels_of(k1 - k), parts = min(panels, (2 * num_threads + 31) // 32), job
     cdef Py_ssize_t chunks = (batch.start[4] + CHUNK_TILES - 1) // CHUNK_TILES, lines = (k1 - k + LINE - 1) // LINE
@@ -240,23 +213,17 @@ cdef void shared_products(Winograd* g, Batch* batch, Py_ssize_t k, Py_ssize_t k1
                           job % chunks * CHUNK_TILES, min((job % chunks + 1) * CHUNK_TILES, batch.start[4]))
 
 
-cdef void winograd_pass(Winograd* g, bint private, float* scratch, int num_threads) noexcept nogil:
+cdef void winograd_pass(Winograd* g, float* scratch, int num_threads) noexcept nogil:
     """Forward or input gradient."""
     cdef Batch batch
-    cdef Py_ssize_t i, k, size
-    cdef int worker
+    cdef Py_ssize_t i, k
     layout_batch(g, g.k_blocks, True, scratch)
-    if private:
-        size = POINTS * (g.v_point + g.m_point)
-        for worker in prange(num_threads, num_threads=num_threads, schedule="static", chunksize=1):
-            own_batches(g, worker, num_threads, size)
-        return
     for i in range(g.batches):
         start_batch(g, i, &batch)
-        shared_inputs(g, &batch, num_threads)
+        all_inputs(g, &batch, num_threads)
         k = 0
         while k < g.out_blocks:
-            shared_products(g, &batch, k, min(k + g.k_blocks, g.out_blocks), num_threads)
+            all_products(g, &batch, k, min(k + g.k_blocks, g.out_blocks), num_threads)
             k += g.k_blocks
 
 
@@ -269,8 +236,8 @@ cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking,
     split(g.P, taps, &g.rows, &g.row_rest)
     split(g.Q, taps, &g.cols, &g.col_rest)
     tiles = g.images * (g.rows + (g.row_rest > 0)) * (g.cols + (g.col_rest > 0))
-    most, g.k_blocks, g.c_blocks, _ = checks.blocking(blocking, (tiles, g.out_blocks, SUM_CHANNELS // b, False),
-                                                      checks.WINOGRAD_BLOCKING)
+    most, g.k_blocks, g.c_blocks = checks.blocking(blocking, (tiles, g.out_blocks, SUM_CHANNELS // b),
+                                                   checks.WINOGRAD_BLOCKING)
     g.batches = max(-(-tiles // max(most, 1)), 1)
     g.tiles = -(-tiles // g.batches) + 3      # each of the four kinds is rounded
     g.k_blocks = min(g.k_blocks, g.out_blocks)
@@ -281,21 +248,18 @@ cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] 
                       tuple padding, bint relu, float[::1] scratch, blocking, int num_threads, int taps) except -1:
     cdef Winograd g
     cdef const float[::1] bias_view
-    cdef bint private
     if x.shape[0] == 0 or y.shape[1] == 0 or y.shape[2] == 0 or y.shape[3] == 0:
         return 0
     winograd_arrays(&g, dims(x), dims(y), padding, blocking, taps)
-    private = blocking is not None and blocking[3]
     g.bias = NULL
     if bias is not None:
         bias_view = bias
         g.bias = &bias_view[0]
     g.x, g.u, g.y = &x[0, 0, 0, 0, 0], &u[0, 0, 0, 0], &y[0, 0, 0, 0, 0]
     g.relu = relu
-    scratch = scratch_of(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles,
-                                                        num_threads if private else 1))
+    scratch = scratch_of(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles))
     with nogil:
-        winograd_pass(&g, private, &scratch[0], num_threads)
+        winograd_pass(&g, &scratch[0], num_threads)
     return 0
 
 
@@ -311,9 +275,9 @@ def winograd_forward(const float[:, :, :, :, ::1] x,         # IN   (N, CB, H, W
     Parameters
     ----------
     padding : (int, int)
-    blocking : (int, int, int, bool), optional
-        Tiles of a batch, blocks of K whose products are held at a time, blocks of C per visit of the products,
-        and whether each thread has batches of its own; `pcldnn.blocking.winograd_forward` solves for all four.
+    blocking : (int, int, int), optional
+        Tiles of a batch, blocks of K whose products are held at a time, blocks of C per visit of the products;
+        `pcldnn.blocking.winograd_forward` solves for all three.
     """
     checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads,
                             kernel)

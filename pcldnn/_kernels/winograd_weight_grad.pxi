@@ -53,7 +53,7 @@ cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, P
         t0 += STRIP
 
 
-cdef void shared_gradients(Winograd* g, Batch* batch, int num_threads) noexcept nogil:
+cdef void all_gradients(Winograd* g, Batch* batch, int num_threads) noexcept nogil:
     cdef Py_ssize_t job, chunks = (batch.start[4] + CHUNK_TILES - 1) // CHUNK_TILES
     cdef Py_ssize_t lines = (g.out_blocks + LINE - 1) // LINE
     for job in prange(lines * chunks, num_threads=num_threads, schedule="static"):
@@ -66,8 +66,8 @@ cdef void weight_grad_pass_winograd(Winograd* g, int num_threads) noexcept nogil
     cdef Py_ssize_t i, job, panels = panels_of(g.out_blocks), parts = min(panels, (2 * num_threads + 31) // 32)
     for i in range(g.batches):
         start_batch(g, i, &batch)
-        shared_inputs(g, &batch, num_threads)
-        shared_gradients(g, &batch, num_threads)
+        all_inputs(g, &batch, num_threads)
+        all_gradients(g, &batch, num_threads)
         for job in prange(POINTS * parts, num_threads=num_threads, schedule="static", chunksize=1):
             multiply_gradients(g, &batch, i == 0, <int>(job // parts), VECTORS * (panels * (job % parts) // parts),
                                min(VECTORS * (panels * (job % parts + 1) // parts), g.out_blocks))
@@ -113,7 +113,7 @@ def winograd_weight_grad(const float[:, :, :, :, ::1] x,     # IN   (N, CB, H, W
         return
     winograd_arrays(&g, dims(x), dims(dy), padding, blocking, <int>dweight.shape[2])
     g.x, g.y, g.dw = &x[0, 0, 0, 0, 0], <float*>&dy[0, 0, 0, 0, 0], &dweight[0, 0, 0, 0, 0, 0]
-    scratch = scratch_of(scratch, POINTS * size + winograd_scratch_size(g.in_blocks, g.out_blocks, g.tiles, 1))
+    scratch = scratch_of(scratch, POINTS * size + winograd_scratch_size(g.in_blocks, g.out_blocks, g.tiles))
     g.du = &scratch[0]
     layout_batch(&g, g.out_blocks, False, g.du + POINTS * size)
     with nogil:

@@ -97,7 +97,7 @@ class Conv2d(Layer):
         made = super().plan_pass(pass_name, plan, machine, threads)
         algorithm = dict(plan.tuned).get(pass_name) or chosen_algorithm(plan.algorithm)
         if uses_winograd(pass_name, shape, machine, algorithm):
-            made = replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine, threads))
+            made = replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine))
             if pass_name == "input_grad":
                 called = solver.winograd_input_grad_shape(called)
             traffic = balance.winograd_traffic(called, machine, made.blocking, pass_name == "weight_grad")
@@ -203,19 +203,19 @@ def uses_winograd(pass_name: str, shape: ConvShape, machine, algorithm: str) -> 
     return algorithm == "winograd" or solver.winograd_pays(shape, machine)
 
 
-def plan_winograd(pass_name: str, shape: ConvShape, called: ConvShape, machine, threads: int) -> dict:
+def plan_winograd(pass_name: str, shape: ConvShape, called: ConvShape, machine) -> dict:
     """Blocking for `shape`, and scratch of a pass over `called`, which may have more images.
 
-    Scratch is batches of tiles, behind the transformed filters (or their gradient).
+    Scratch is a batch of tiles, behind the transformed filters (or their gradient).
     """
     if pass_name == "input_grad":
         shape, called = map(solver.winograd_input_grad_shape, (shape, called))
     if pass_name == "weight_grad":
         blocking = solver.winograd_weight_grad(shape, machine)
     else:
-        blocking = solver.winograd_forward(shape, machine, threads)
+        blocking = solver.winograd_forward(shape, machine)
     scratch = solver.winograd_filter_size(called, machine)
-    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(called, machine, blocking, threads)}
+    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(called, machine, blocking)}
 
 
 def transformed_filters(unit, pass_name: str, out_blocks: int, in_blocks: int):
