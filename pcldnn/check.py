@@ -22,6 +22,7 @@ from pcldnn.plan import align, format_blocking, input_layout
 # as of a weight gradient, they are off by 2e-5 when added one after the other (docs/numerics.md).
 BOUND = 5e-5
 FLOAT64_FLOP = 4e9  # that a pass may cost in float64: larger ones are checked on a sample of their outputs
+BUSY = 0.9  # share of the peak that the register tile reaches on cores of its own, and more
 SECONDS = 0.3  # of timing a pass, or three calls
 
 
@@ -51,6 +52,7 @@ class Report:
     layer: LayerPlan
     results: tuple[Result, ...]
     peak: float  # [flop/s]
+    tile: float  # that of the register tile on operands in L1 [flop/s]
     bandwidth: float  # [byte/s]
 
     @property
@@ -93,7 +95,8 @@ def check(images: int, layer: Conv2d, size: tuple[int, int], threads: int = 1, s
             if getattr(plan, name).algorithm == algorithm:
                 results.append(_result(plan, name, auto.algorithm == algorithm, (x, weight, dy), right, threads))
     peak = max(peak, measure_flops(threads))
-    return Report(plans["forward", None], tuple(results), peak, measure_bandwidth(threads))
+    tile = measure_flops(threads, kind="tile_loop")
+    return Report(plans["forward", None], tuple(results), peak, tile, measure_bandwidth(threads))
 
 
 def _result(plan: LayerPlan, name: str, chosen: bool, arrays, right: _Right, threads: int) -> Result:
@@ -225,9 +228,12 @@ def _table(report: Report) -> str:
         ))  # fmt: skip
     shapes = [f"{layer.images}x{'x'.join(map(str, shape.logical_shape))}" for shape in (layer.input, layer.output)]
     padding = "x".join(map(str, layer.layer.padding))
+    share = report.tile / report.peak
     lines = [
         f"{layer}, padding {padding}: {' to '.join(shapes)}, {results[0].flop / 1e9:.3g} Gflop a pass",
         f"peak {report.peak / 1e9:,.1f} Gflop/s of multiply-adds, memory {report.bandwidth / 1e9:,.1f} GB/s (triad)",
+        f"register tile fed from L1: {share:.0%} of the peak"
+        + (", so something else uses these cores: expect no more of a kernel" if share < BUSY else ""),
         "",
         *align(rows, 3),
         "",

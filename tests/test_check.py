@@ -17,7 +17,7 @@ AWKWARD = {
 @pytest.fixture(autouse=True)
 def no_measurements(monkeypatch):
     monkeypatch.setattr(check, "SECONDS", 0)
-    monkeypatch.setattr(check, "measure_flops", lambda threads: 1e12)
+    monkeypatch.setattr(check, "measure_flops", lambda threads, **kind: 1e12)
     monkeypatch.setattr(check, "measure_bandwidth", lambda threads: 1e11)
 
 

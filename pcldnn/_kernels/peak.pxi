@@ -1,8 +1,10 @@
-# What the machine can do at best: the two rooflines that every kernel is measured against.
+# What the machine can do at best: what every kernel is measured against.
 #
 # a. `fma_loop`: a register-resident loop of 12 multiply-add chains on every thread; 12 cover latency times
 #    throughput on every ISA of isa.py without spilling in any.
-# b. `triad`: STREAM triad a = b + s * c on arrays beyond the caches, 3 * 4 bytes an element counted.
+# b. `tile_loop`: the micro-kernel itself on operands that never leave L1. On a core of its own it is as quick as
+#    `fma_loop`; where another hardware thread shares the core's decoders it is not, and no kernel can be quicker.
+# c. `triad`: STREAM triad a = b + s * c on arrays beyond the caches, 3 * 4 bytes an element counted.
 
 cdef float fma_chains(Py_ssize_t steps) noexcept nogil:
     cdef vec acc[12]
@@ -41,6 +43,36 @@ def fma_loop(Py_ssize_t steps, int num_threads=1):
         sink += fma_chains(steps)
     assert sink == sink
     return 2 * 12 * b * steps * num_threads
+
+
+cdef float tile_steps_from_l1(Py_ssize_t steps) noexcept nogil:
+    cdef float x[TILE * b]
+    cdef float w[VECTORS * b * b]
+    cdef float out[VECTORS * TILE * b]
+    cdef Reduction over = one_loop(b, 1, b)
+    cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=&out[0], out_p=b, out_v=TILE * b, add=False,
+                          relu=False)
+    memset(x, 0, sizeof(x))
+    memset(w, 0, sizeof(w))
+    over.n1 = steps
+    run(0, TILE, &ends, x, b, w, b * b, &over, VECTORS)
+    return out[0]
+
+
+def tile_loop(Py_ssize_t steps, int num_threads=1):
+    """Run the full register tile on every thread, SIMD width times `steps` steps on the same operands.
+
+    Returns
+    -------
+    int
+        Operations done [flop], a multiply-add counted as 2.
+    """
+    cdef int t
+    cdef float sink = 0
+    for t in prange(num_threads, nogil=True, num_threads=num_threads, schedule="static"):
+        sink += tile_steps_from_l1(steps)
+    assert sink == sink
+    return 2 * VECTORS * TILE * b * b * steps * num_threads
 
 
 def triad(const float[::1] x, const float[::1] y, float[::1] z, float scale, int num_threads=1):

@@ -19,37 +19,47 @@ RESULTS = {}  # `extra_info` of the rows of this run, by group and target: for t
 
 
 class Rates:
-    """Peak and bandwidth of the machine, measured beside what they are the yardstick of.
+    """Peaks and bandwidth of the machine, measured beside what they are the yardstick of.
 
     The peak is that of the strongest instruction set. Clocks change during a run, and on a virtual machine somebody
     else may hold the other half of a core, so the peak of a row is the median of samples between its rounds, each as
-    long as a call of a kernel is: the best moment of a loop says nothing about milliseconds.
+    long as a call of a kernel is: the best moment of a loop says nothing about milliseconds. Beside it the register
+    tile is sampled, fed from L1: what a kernel could reach at most that loses nothing elsewhere.
     """
 
     SAMPLE, TRIAD_AGE = 5e-3, 60.0  # [s]
 
     def __init__(self, threads: int):
         self.threads = threads
-        self._loop = next(iter(_kernels.targets.values())).fma_loop
-        self._steps = max(int(20_000 * self.SAMPLE * machine.measure_flops(threads) / self._loop(20_000, threads)), 1)
-        self._samples = []
+        strongest = next(iter(_kernels.targets.values()))
+        flop = self.SAMPLE * machine.measure_flops(threads)
+        self._loops = [  # (function, steps)
+            (loop, max(int(1000 * flop / loop(1000, threads)), 1)) for loop in (strongest.fma_loop, strongest.tile_loop)
+        ]
+        self._samples = [], []
         self._triad = 0.0, -1e9  # value, when
 
     def begin_row(self):
         """Forget the samples of the row before."""
-        self._samples = []
+        self._samples = [], []
 
     def sample(self):
-        """Run the FMA loop of 12 accumulators on all threads for a moment."""
-        self._loop(20_000, self.threads)  # wakes the threads
-        start = time.perf_counter()
-        flop = self._loop(self._steps, self.threads)
-        self._samples.append(flop / (time.perf_counter() - start))
+        """Run the FMA loop of 12 accumulators, then the tile, on all threads for a moment."""
+        for (loop, steps), samples in zip(self._loops, self._samples, strict=True):
+            loop(1000, self.threads)  # wakes the threads
+            start = time.perf_counter()
+            flop = loop(steps, self.threads)
+            samples.append(flop / (time.perf_counter() - start))
 
     @property
     def peak(self) -> float:
         """The FMA loop's rate during this row [flop/s]."""
-        return statistics.median(self._samples)
+        return statistics.median(self._samples[0])
+
+    @property
+    def tile_share(self) -> float:
+        """What a register tile fed from L1 reached of the peak during this row."""
+        return statistics.median(self._samples[1]) / self.peak
 
     @property
     def triad(self) -> float:
@@ -134,7 +144,8 @@ def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=No
     if median is None:
         return
     benchmark.extra_info.update(
-        gflops=flop / median / 1e9, peak_share=flop / median / rates.peak, peak_gflops=rates.peak / 1e9
+        gflops=flop / median / 1e9, peak_share=flop / median / rates.peak, peak_gflops=rates.peak / 1e9,
+        tile_share=rates.tile_share,
     )
     if moved is not None:
         triad = rates.triad

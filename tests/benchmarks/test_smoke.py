@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pytest_benchmark")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-KEYS = {"net", "layer", "pass", "algorithm", "target", "threads", "minibatch", "gflops", "peak_share"}
+KEYS = {"net", "layer", "pass", "algorithm", "target", "threads", "minibatch", "gflops", "peak_share", "tile_share"}
 
 
 def run(*arguments):
