@@ -141,8 +141,8 @@ def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> We
 
 def pack_size(shape: ConvShape, machine: Machine) -> int:
     """Scratch that `conv2d_forward` needs to pack its input by tiles of images [float32]."""
-    lanes, tile = shape.lanes or machine.width, machine.tile[1]
-    return ceil(shape.N / tile) * tile * ceil(shape.C / lanes) * lanes * shape.H * shape.W
+    lanes, tiles = shape.lanes or machine.width, ceil(shape.N / machine.tile[1])
+    return tiles * ceil(shape.N / max(tiles, 1)) * ceil(shape.C / lanes) * lanes * shape.H * shape.W
 
 
 def equal_sizes(n: int) -> list[int]:
@@ -391,8 +391,8 @@ def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
 def winograd_forward(shape: ConvShape, machine: Machine) -> WinogradBlocking:
     """Blocking of the forward pass, and of the input gradient for its `winograd_input_grad_shape`.
 
-    Filters are read once for each batch, and are larger than what a batch needs beside them: the more tiles the
-    better, as long as their transformed data stay in L3.
+    Filters, the largest array of wide layers, are read once for each batch: the more tiles the better, as long as their
+    transformed data stay in L3 (but for LEAST_TILES).
     """
     in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
     panel = FLOAT * machine.tile[0] * machine.width**2  # filters of a panel and one block of summed channels
@@ -405,7 +405,7 @@ def winograd_forward(shape: ConvShape, machine: Machine) -> WinogradBlocking:
 def winograd_weight_grad(shape: ConvShape, machine: Machine) -> WinogradBlocking:
     """Blocking of the weight gradient. It never looks at threads: the number of tiles sets the order of the sums.
 
-    It reads and writes its sums once for each batch. Its strips of tiles are read again for each panel, from L2.
+    It reads and writes its sums once for each batch, whose transformed tiles are read again for each panel, from L2.
     """
     made = winograd_forward(shape, machine)
     return made._replace(tiles=min(made.tiles, MOST_GRADIENT_TILES))

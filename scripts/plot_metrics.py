@@ -20,7 +20,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", nargs="+", type=Path, help="JSONL files")
     parser.add_argument("-o", "--output", type=Path, required=True, help="picture to write: .png, .svg, .pdf")
-    parser.add_argument("--labels", nargs="+", help="a name for each file (default: the files' names)")
+    parser.add_argument("--labels", nargs="+", help="a name for each file; files of one name share a colour "
+                        "(default: the files' names)")
     parser.add_argument("--title", default="", help="stands above the picture")
     args = parser.parse_args()
     if args.labels and len(args.labels) != len(args.metrics):
@@ -65,8 +66,9 @@ def draw(runs, labels, title):
                                    layout="constrained", height_ratios=(3, 2)[: 1 + evaluated])  # fmt: skip
     axes = axes[:, 0]
     for index, ((losses, evaluations), label) in enumerate(zip(runs, labels, strict=True)):
-        colour = COLOURS[index % len(COLOURS)]
-        axes[0].plot(*zip(*losses, strict=True), color=colour, linewidth=1.2, label=label)
+        first = labels.index(label)
+        colour = COLOURS[list(dict.fromkeys(labels)).index(label) % len(COLOURS)]
+        axes[0].plot(*zip(*losses, strict=True), color=colour, linewidth=1.2, label=label if index == first else None)
         if evaluations:
             accuracy(axes[1], evaluations, colour, name_last=index == 0)
     axes[0].set_ylabel("training loss")

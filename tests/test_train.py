@@ -41,9 +41,8 @@ def test_same_curve_on_any_number_of_ranks(trained, ranks):
         assert abs(result["evaluation"][1] - alone["evaluation"][1]) <= 2      # a logit may lie on the edge
     weights, _ = load(trained.folder(ranks) / "curve.safetensors")
     for name, array in load(trained.folder(1) / "curve.safetensors")[0].items():
-        # a ReLU or a maximum within rounding of its edge may fall to the other side and change some weights more
-        wrong = np.abs(weights[name] - array) / (2e-5 + 1e-3 * np.abs(array))
-        assert np.mean(wrong > 1) < 0.01 and wrong.max() < 10, f"{name}: {np.sort(wrong.ravel())[-10:]}"
+        # not element by element: a ReLU or a maximum within rounding of its edge may fall to the other side
+        assert np.linalg.norm(weights[name] - array) <= 1e-2 * np.linalg.norm(array), name
 
 
 @pytest.mark.parametrize("ranks", RANKS)

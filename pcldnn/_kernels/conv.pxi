@@ -8,7 +8,7 @@
 #    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the
 #    image: one call for all of its rows and input channels).
 # c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`). The latter
-#    packs the input by tiles of images, (tiles, CB, H, W, b, width), in one pass over it (`pack_samples`); then every
+#    packs the input by tiles of images, (tiles, CB, H, W, b, tile_pitch(N)), in one pass over it (`pack_samples`); then every
 #    tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
 # d. A job is (image or tile of images, panel of output channels, band of rows). It runs over `c_blocks` input
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
@@ -131,7 +131,7 @@ cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, P
     cdef Py_ssize_t tap_size = c.lanes * b
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
     cdef bint relu = c.relu and cb1 == c.in_blocks
-    cdef Reduction over
+    cdef Reduction over = one_loop(0, c.x_lane, b)
     cdef Ends ends
     cdef int g
     cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
@@ -140,11 +140,9 @@ cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, P
         + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.x_column
     cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
         + c.cols.w0 * tap_size
-    over.x0, over.w0 = c.x_lane, b
     over.n1, over.x1, over.w1 = max(r1 - r0, 0), c.x_row, c.rows.w_step * c.w_row
     over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
     over.ahead = 0 if c.across_images else width * xp
-    over.next = NULL
     ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False, relu=False)
     if tile.segments == 1 and seg.lo == 0 and (c.across_images or seg.hi == width):
         ends.relu = relu
@@ -229,7 +227,7 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
                    bias,                                     # IN   (KB * b) or None
                    float[:, :, :, :, ::1] y,                 # OUT  (N, KB, P, Q, b)
                    tuple stride, tuple padding, bint relu=False, blocking=None, int num_threads=1,
-                   float[::1] scratch=None):                 # TMP  x.size for N rounded up to tiles, if across images
+                   float[::1] scratch=None):                 # TMP  packed_size(N, x.size / N), if across images
     """y = relu?(conv2d(x, weight) + bias), direct convolution.
 
     Parameters

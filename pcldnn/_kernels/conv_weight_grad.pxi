@@ -37,7 +37,7 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
                            Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width,
                            Py_ssize_t vectors) noexcept nogil:
     """Add to `width` rows of dw from j0 on (filter row r) what rows p0..p1 of `images` images give."""
-    cdef Reduction over
+    cdef Reduction over = one_loop(0, 0, 0)
     cdef Ends ends
     cdef Py_ssize_t q, q1
     cdef Py_ssize_t dw_block = g.in_blocks * g.R * g.S * g.lanes * b
@@ -52,8 +52,6 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
     ends = Ends(start=dw, start_p=b, start_v=dw_block, out=dw, out_p=b, out_v=dw_block, add=False, relu=False)
     x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + j0 * g.x_lane
     dy += p0 * g.dy_row
-    over.ahead = 0
-    over.next = NULL
     q = 0
     while q < g.Q:
         tap_range(g, q, j0, width, &lo, &hi)
@@ -128,7 +126,7 @@ cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_s
 
 cdef void weight_grad_pass(WeightGradPass* g, int num_threads) noexcept nogil:
     cdef Py_ssize_t panels = panels_of(g.out_blocks), groups = (g.in_blocks + g.c_blocks - 1) // g.c_blocks
-    cdef Py_ssize_t job, i, copy, chunks = (g.dw_size + 4095) // 4096
+    cdef Py_ssize_t job, chunks = (g.dw_size + 4095) // 4096
     for job in prange(g.n_copies * panels * groups, num_threads=num_threads, schedule="static"):
         weight_grad_job(g, job // (panels * groups), VECTORS * (job // groups % panels), job % groups * g.c_blocks,
                         min((job % groups + 1) * g.c_blocks, g.in_blocks))

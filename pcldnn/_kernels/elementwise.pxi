@@ -33,7 +33,6 @@ cdef enum:
     BIAS_JOB = 8         # channel blocks of a bias-gradient job [blocks]
     WORD_RUN = 16        # adjacent channels that use the same word of their Philox calls [channels]
     BIAS_GROUP = 16384   # vectors of an image group of a bias-gradient job [vectors]
-    PAST = 4194304       # an output array of so many floats goes past the caches: nobody would find it there
 
 ctypedef vec (*unary)(vec x) noexcept nogil
 ctypedef vec (*binary)(vec y, vec dy) noexcept nogil
@@ -41,18 +40,6 @@ ctypedef vec (*binary)(vec y, vec dy) noexcept nogil
 
 cdef inline Py_ssize_t runs_of(Py_ssize_t size) noexcept nogil:
     return (size + RUN - 1) // RUN
-
-
-cdef inline bint goes_past(const float* out, Py_ssize_t size) noexcept nogil:
-    """Whether an output array of whole vectors is written past the caches (`put`): its lines are not read first."""
-    return size >= PAST and <size_t>out % (b * sizeof(float)) == 0
-
-
-cdef inline void put(float* out, vec a, bint past) noexcept nogil:
-    if past:
-        store_past(out, a)
-    else:
-        store(out, a)
 
 
 cdef inline void map_run(unary f, Py_ssize_t job, Py_ssize_t size, const float* x, float* y) noexcept nogil:

@@ -42,14 +42,15 @@ class ISA:
 
 
 def register_tile(registers, latency=4, fma_per_cycle=2, loads_per_cycle=2):
-    """Register tile that does the most work per instruction while every accumulator stays in a register.
+    """Register tile: vectors and pixels whose accumulators stay in registers.
 
     A tile of V vectors times X pixels does V*X multiply-adds per V + X loads (V filter vectors, X broadcasts); it
     holds V*X accumulators, V filter vectors and one broadcast at a time. It must offer ``latency * fma_per_cycle``
     independent chains and may not need more than ``loads_per_cycle / fma_per_cycle`` loads per multiply-add (Das et
-    al. 2016, section on register blocking, gives the same two conditions). Among the shapes that do, the one of
-    fewest loads per multiply-add is best, 2 x 6 with 16 registers and 4 x 6 with 32: instructions beside the
-    multiply-adds cost nothing on a core of its own, but 10 % where two hardware threads share its decoders.
+    al. 2016, section on register blocking, gives the same two conditions). Vectors are 2, or 4 with 32 registers,
+    powers of two because the channels of most networks fill such panels; pixels are as many as the registers leave: 6.
+    More vectors mean fewer loads per multiply-add (0.42 at 4 x 6, 0.57 at 2 x 14): these cost nothing on a core of its
+    own, but 10 % where two hardware threads share its decoders (docs/performance.md).
 
     Returns
     -------

@@ -28,11 +28,16 @@ cdef extern from "simd.h" nogil:
     ctypedef int ivec
     vec load "vec_load"(const float* p)
     void store "vec_store"(float* p, vec a)
+    void store_past "vec_store_past"(float* p, vec a)     # past the caches, for aligned p
+    void store_fence "vec_fence"()
     vec zero "vec_zero"()
     vec broadcast "vec_set"(float s)
     vec select "vec_select"(ivec mask, vec a, vec b)
     vec vrelu "vec_relu"(vec a)
     void transpose "vec_transpose"(const float* src, Py_ssize_t stride, float* dst)
+
+cdef enum:
+    PAST = 4194304       # an output array of so many floats goes past the caches: nobody would find it there [elements]
 
 SIMD_WIDTH = b
 TARGET = __name__.rpartition("_")[2]
@@ -55,6 +60,18 @@ cdef float[::1] scratch_of(float[::1] scratch, Py_ssize_t wanted):
 
 cdef inline float* start_of(float[::1] scratch) noexcept:
     return NULL if scratch is None or scratch.shape[0] == 0 else &scratch[0]
+
+
+cdef inline bint goes_past(const float* out, Py_ssize_t size) noexcept nogil:
+    """Whether an output array of whole vectors is written past the caches (`put`): its lines are not read first."""
+    return size >= PAST and <size_t>out % (b * sizeof(float)) == 0
+
+
+cdef inline void put(float* out, vec a, bint past) noexcept nogil:
+    if past:
+        store_past(out, a)
+    else:
+        store(out, a)
 
 
 include "tile.pxi"

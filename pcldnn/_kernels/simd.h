@@ -21,6 +21,24 @@ PCL_INLINE void vec_store(float *p, vec a) { *(vec *)p = a; }
 PCL_INLINE vec vec_zero(void) { return (vec){0}; }
 PCL_INLINE vec vec_set(float s) { return s - (vec){0}; } /* s - 0 keeps the sign of -0, s + 0 would not */
 
+/* To memory, past the caches; p is aligned. Before others read it: vec_fence. */
+#if PCL_WIDTH == 16 && defined(__AVX512F__)
+#include <immintrin.h>
+PCL_INLINE void vec_store_past(float *p, vec a) { _mm512_stream_ps(p, (__m512)a); }
+PCL_INLINE void vec_fence(void) { _mm_sfence(); }
+#elif PCL_WIDTH == 8 && defined(__AVX__)
+#include <immintrin.h>
+PCL_INLINE void vec_store_past(float *p, vec a) { _mm256_stream_ps(p, (__m256)a); }
+PCL_INLINE void vec_fence(void) { _mm_sfence(); }
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+PCL_INLINE void vec_store_past(float *p, vec a) { _mm_stream_ps(p, (__m128)a); }
+PCL_INLINE void vec_fence(void) { _mm_sfence(); }
+#else
+PCL_INLINE void vec_store_past(float *p, vec a) { vec_store(p, a); }
+PCL_INLINE void vec_fence(void) {}
+#endif
+
 /* where mask, a, else b */
 PCL_INLINE vec vec_select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
@@ -64,7 +82,8 @@ PCL_INLINE void prefetch_row(const float *p) {
 /* The parts of the micro-kernel (tile.pxi), over `vectors` vectors and the pixels lo <= p < hi of a register tile. Here
  * and not in Cython because gcc unrolls a loop early enough to keep the sums in registers only by pragma. */
 #define PCL_SUMS \
-    _Pragma("GCC unroll 32") for (int i = 0, p = 0, v = 0; i < PCL_TILE * PCL_VECTORS; i++, p = i / PCL_VECTORS, v = i % PCL_VECTORS) \
+    _Pragma("GCC unroll 32") \
+    for (int i = 0, p = 0, v = 0; i < PCL_TILE * PCL_VECTORS; i++, p = i / PCL_VECTORS, v = i % PCL_VECTORS) \
         if (lo <= p && p < hi && v < vectors)
 
 /* Sums begin at zero, or at `start`: a bias, or what an earlier call has left. */
@@ -96,8 +115,8 @@ PCL_INLINE void tile_end(int lo, int hi, int vectors, vec *acc, float *out, long
 /* PCL_RANGES(f, lo, hi, ...) calls f(lo, hi, ...) with lo and hi as compile-time constants, 0 <= lo < hi <= PCL_TILE,
  * so that the always-inlined f keeps its accumulators in registers whatever part of the tile takes part. PCL_WIDTHS is
  * the part of it with lo = 0. */
-#if PCL_TILE != 6
-#error "no table of ranges for this register tile: change PCL_RANGES"
+#if PCL_TILE != 6 || PCL_VECTORS > 4
+#error "no table for this register tile: change PCL_RANGES, and `run` in tile.pxi"
 #endif
 #define PCL_CASE(f, lo, hi, ...) case ((lo) * 8 + (hi)): f(lo, hi, __VA_ARGS__); break;
 #define PCL_WIDTHS(f, hi, ...) \

@@ -125,11 +125,13 @@ cdef struct Ahead:
 
 
 cdef inline void fetch_part(Ahead* ahead, int call, Reduction* over) noexcept nogil:
-    """What a call of the micro-kernel asks for: its part of the rows, spread over its steps."""
+    """What a call of the micro-kernel asks for: its part of the rows, one row at most, spread over its steps."""
+    cdef Py_ssize_t steps = over.n0 * over.n1
     cdef Py_ssize_t place = ahead.rows * ahead.size * call // ahead.calls
     cdef Py_ssize_t part = max(ahead.rows * ahead.size // ahead.calls, 1)
     over.next = ahead.start + place // ahead.size * ahead.distance + place % ahead.size
-    over.next_step = (min(part, ahead.size) + over.n0 - 1) // over.n0
+    over.next_step = (min(part, ahead.size) + steps - 1) // steps
+    over.next1 = over.n0 * over.next_step
 
 
 cdef inline int tiles_of(Py_ssize_t count) noexcept nogil:

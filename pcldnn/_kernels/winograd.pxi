@@ -21,8 +21,8 @@ cdef struct Winograd:
     const float* u
     const float* bias
     float* y                                  # output of forward and input gradient; dy in the weight gradient
-    float* v                                  # transformed input (POINTS, tiles, v_tile)
-    float* m                                  # products (POINTS, tiles, m_tile); transformed dy in the weight gradient
+    float* v                                  # transformed input, laid out as decision a says
+    float* m                                  # products, likewise; transformed dy in the weight gradient
     float* du                                 # sum of products of the weight gradient
     float* dw
     Py_ssize_t images, in_blocks, out_blocks, H, W, P, Q, pad_h, pad_w

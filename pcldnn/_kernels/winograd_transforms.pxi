@@ -22,22 +22,6 @@ cdef extern from *:
     #define WG_SP (1 / (2 * WG_P2 * (WG_P2 - 1) * (WG_P2 - WG_R2)))
     #define WG_SQ (1 / (2 * (1 - WG_P2) * (1 - WG_R2)))
     #define WG_SR (1 / (2 * WG_R2 * (WG_R2 - WG_P2) * (WG_R2 - 1)))
-    #if PCL_WIDTH == 16 && defined(__AVX512F__)
-    #include <immintrin.h>
-    #define WG_STREAM(p, a) _mm512_stream_ps(p, (__m512)(a))
-    #define WG_FENCE() _mm_sfence()
-    #elif PCL_WIDTH == 8 && defined(__AVX__)
-    #include <immintrin.h>
-    #define WG_STREAM(p, a) _mm256_stream_ps(p, (__m256)(a))
-    #define WG_FENCE() _mm_sfence()
-    #elif defined(__SSE2__)
-    #include <emmintrin.h>
-    #define WG_STREAM(p, a) _mm_stream_ps(p, (__m128)(a))
-    #define WG_FENCE() _mm_sfence()
-    #else
-    #define WG_STREAM(p, a) vec_store(p, a)
-    #define WG_FENCE()
-    #endif
     #define WG_LINE (PCL_WIDTH < 16 ? 16 / PCL_WIDTH : 1)
     """
     const float P1 "WG_P"
@@ -50,8 +34,6 @@ cdef extern from *:
     const float SQ "WG_SQ"
     const float SR "WG_SR"
     const int LINE "WG_LINE"                  # channel blocks of a cache line
-    void store_past "WG_STREAM"(float* p, vec a) nogil    # to memory, past the caches: for aligned p
-    void store_fence "WG_FENCE"() nogil
 
 cdef enum:
     POINTS = 64

@@ -3,7 +3,7 @@
 # a. (B' x B)' (A dy A') summed over the tiles of all batches in the transformed domain, then G' . G.
 
 cdef enum:
-    STRIP = 192              # tiles summed per visit of dU: two lines of each stay in L1
+    STRIP = 192              # most tiles summed per visit of dU; planned batches are smaller
 
 
 cdef void transform_gradients(Winograd* g, Batch* batch, Py_ssize_t k0, Py_ssize_t k1, Py_ssize_t t0,
