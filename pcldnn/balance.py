@@ -16,18 +16,8 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from pcldnn.blocking import (
-    FLOAT,
-    POINTS,
-    ConvBlocking,
-    ConvShape,
-    LinearBlocking,
-    WeightGradBlocking,
-    WinogradBlocking,
-    equal_sizes,
-    winograd_filter_size,
-    winograd_tiles,
-)
+from pcldnn import winograd_blocking as winograd
+from pcldnn.blocking import FLOAT, ConvBlocking, ConvShape, LinearBlocking, WeightGradBlocking, equal_sizes
 from pcldnn.machine import Machine
 
 
@@ -65,17 +55,17 @@ def weight_grad_traffic(shape: ConvShape, machine: Machine, blocking: WeightGrad
     return x * panels + y * groups + packed + weights * (3 * copies - 2)  # copies: written, read, added
 
 
-def winograd_traffic(shape: ConvShape, machine: Machine, blocking: WinogradBlocking, weight_grad: bool = False) -> int:
+def winograd_traffic(shape: ConvShape, machine: Machine, blocking: winograd.WinogradBlocking, weight_grad: bool = False) -> int:
     """Bytes of a Winograd pass: its arrays, transformed filters (or their gradient), and batches of transformed tiles.
 
-    For the input gradient `shape` is `blocking.winograd_input_grad_shape`.
+    For the input gradient `shape` is `winograd_blocking.input_grad_shape`.
     """
     x, weights, y = _arrays(shape, machine)
-    filters = FLOAT * winograd_filter_size(shape, machine)
-    tiles = max(winograd_tiles(shape)[0], 1)
+    filters = FLOAT * winograd.filter_size(shape, machine)
+    tiles = max(winograd.tile_counts(shape)[0], 1)
     batches = ceil(tiles / blocking.tiles)
     channels = ceil(shape.C / machine.width) + ceil(shape.K / machine.width)
-    batch = FLOAT * POINTS * min(blocking.tiles, tiles) * channels * machine.width
+    batch = FLOAT * winograd.POINTS * min(blocking.tiles, tiles) * channels * machine.width
     passes = 1 if 2 * filters <= machine.l2 else batches * (2 if weight_grad else 1)  # sums are read and written
     return x + y + weights + filters * (1 + passes) + (0 if 2 * batch <= machine.l2 else 2 * batch * batches)
 
@@ -83,9 +73,9 @@ def winograd_traffic(shape: ConvShape, machine: Machine, blocking: WinogradBlock
 def winograd_saving(shape: ConvShape, computed: ConvShape) -> float:
     """Multiply-adds of direct convolution over the products of Winograd: 324/64 for full tiles of 3x3 filters.
 
-    `computed` is `shape`, for the input gradient its `winograd_input_grad_shape`.
+    `computed` is `shape`, for the input gradient its `winograd_blocking.input_grad_shape`.
     """
-    return shape.P * shape.Q * shape.R * shape.S / winograd_tiles(replace(computed, N=1))[1]
+    return shape.P * shape.Q * shape.R * shape.S / winograd.tile_counts(replace(computed, N=1))[1]
 
 
 def linear_traffic(

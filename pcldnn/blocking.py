@@ -1,14 +1,14 @@
 """The balance-equation solver: how the loops of a layer are cut, from its shape and the machine's caches.
 
-Three things are solved here, by trying every candidate, as Das et al. 2016 do:
+Two things are solved here, by trying every candidate, as Das et al. 2016 do:
 
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
   cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
   bytes that pass between L2 and L1.
 - `linear` and `linear_input_grad` do so for the three passes of a fully connected layer.
-- `winograd_forward`, `winograd_weight_grad` do the same for Winograd convolution; `winograd_pays` compares the two.
 
-What the solution costs in bytes per flop, and the paper's own search, are in `balance.py`.
+Winograd convolution has `winograd_blocking.py`. What a solution costs in bytes per flop, and the paper's own search, are
+in `balance.py`.
 Everything is a pure function of its arguments. What can change a sum never depends on the number of threads: of the
 weight gradient that is all but `c_blocks`.
 """
@@ -150,7 +150,7 @@ def equal_sizes(n: int) -> list[int]:
     return sorted({ceil(n / parts) for parts in range(1, n + 1)})
 
 
-def _step_cycles(machine: Machine, pixels: int) -> float:
+def step_cycles(machine: Machine, pixels: int) -> float:
     """Cycles of one step of the micro-kernel with `pixels` active: bound by FMA throughput or by FMA latency."""
     vectors = machine.tile[0]
     per_cycle = 1 if machine.target == "avx512" else 2
@@ -164,7 +164,7 @@ def _cut(count: int, tile: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def _taps(outputs: int, taps: int, stride: int, padding: int, inputs: int) -> tuple[range, ...]:
+def taps_of(outputs: int, taps: int, stride: int, padding: int, inputs: int) -> tuple[range, ...]:
     """For each output position the filter taps that meet the input."""
     starts = [o * stride - padding for o in range(outputs)]
     return tuple(range(max(-s, 0), max(min(inputs - s, taps), max(-s, 0))) for s in starts)
@@ -172,12 +172,12 @@ def _taps(outputs: int, taps: int, stride: int, padding: int, inputs: int) -> tu
 
 def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
     """(cycles per summed channel and filter row, segments) of one row of tiles along an image row."""
-    columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
+    columns = taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
     cuts = _cut(shape.Q, machine.tile[1])
     total, segments = 0.0, 0
     for first, last in pairwise(cuts):
         spans = [[q for q in range(first, last) if tap in columns[q]] for tap in range(shape.S)]
-        total += sum(_step_cycles(machine, len(span)) for span in spans if span)
+        total += sum(step_cycles(machine, len(span)) for span in spans if span)
         segments += 1 + sum(a != b for a, b in pairwise(spans))
     return total, segments
 
@@ -185,14 +185,14 @@ def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
 @lru_cache(maxsize=1024)
 def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) -> tuple[float, int, int]:
     """(cycles per summed channel, register tiles, segments) of one panel of output vectors."""
-    rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
+    rows = [len(taps) for taps in taps_of(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
     if not across_images:
         cycles, segments = _row_cycles(shape, machine)
         tiles = shape.N * shape.P * ceil(shape.Q / machine.tile[1])
         return shape.N * sum(rows) * cycles, tiles, shape.N * shape.P * segments
-    columns = [len(taps) for taps in _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
+    columns = [len(taps) for taps in taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
     cuts = _cut(max(shape.N, 1), machine.tile[1])
-    per_pixel = sum(_step_cycles(machine, last - first) for first, last in pairwise(cuts))
+    per_pixel = sum(step_cycles(machine, last - first) for first, last in pairwise(cuts))
     tiles = shape.P * shape.Q * (len(cuts) - 1)
     return sum(rows) * sum(columns) * per_pixel, tiles, tiles
 
@@ -233,12 +233,12 @@ def _weight_grad_cycles(
     else:
         cuts = [lanes * tap + cut for tap in range(shape.S) for cut in _cut(lanes, tile)[:-1]] + [lanes * shape.S]
     tiles = shape.R * (len(cuts) - 1)
-    rows = [len(taps) for taps in _taps(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
-    columns = _taps(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
+    rows = [len(taps) for taps in taps_of(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
+    columns = taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
     steps, changes = 0.0, 0
     for first, last in pairwise(cuts):
         spans = [(max(t.start * lanes, first), min(t.stop * lanes, last)) for t in columns]
-        steps += sum(_step_cycles(machine, stop - start) for start, stop in spans if stop > start)
+        steps += sum(step_cycles(machine, stop - start) for start, stop in spans if stop > start)
         changes += sum(a != b for a, b in pairwise(spans)) + 1
     depth = images if across else 1  # images that a visit of a block of dweight covers
     visits = ceil(shape.P / band) * (images / depth)
@@ -284,7 +284,7 @@ def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int
     candidates = [LinearBlocking(depth, *c) for c in product(equal_sizes(max(ceil(tiled / tile), 1)), panels)]
     fitting = [c for c in candidates if _linear_block(machine, c) <= machine.l2 // 2] or candidates[:1]
     tiled = max(tiled, 1)  # a rank may have no images
-    compute = summed * sum(_step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))
+    compute = summed * sum(step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))
 
     def cycles(cut):  # of the thread with most jobs
         from_l2, from_l3 = _linear_bytes(summed, tiled, machine, cut)
@@ -320,7 +320,7 @@ def linear_input_grad(samples: int, features: int, machine: Machine, threads: in
     def cycles(size):  # of the thread with most jobs, for one step of the sum
         cuts = _cut(size * width, tile)
         visit = machine.tile[0] * width * FLOAT / L2_BYTES + TILE_START / depth  # gradients and start of a tile
-        job = sum(_step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
+        job = sum(step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
         return ceil(ceil(blocks / size) / threads) * job
 
     most = min(max(SUMS // (vectors * width**2), 1), blocks, MOST_FEATURE_BLOCKS)
@@ -340,107 +340,3 @@ def _linear_bytes(summed: int, tiled: int, machine: Machine, blocking: LinearBlo
     weights = outputs * summed * ceil(tiled / machine.tile[1] / blocking.tiles)  # for each block of tiles anew
     sums = tiled * outputs * (2 * ceil(summed / blocking.depth) - 1)
     return FLOAT * (tiled * summed + weights + sums), FLOAT * tiled * summed
-
-
-# --- Winograd convolution -----------------------------------------------------------------------------------------
-
-POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters; smaller tiles use some of them
-LEAST_TILES, MOST_TILES = 64, 192  # of a batch: more gain nothing (measured)
-MOST_GRADIENT_TILES = 96  # of the weight gradient
-PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
-SUM_CHANNELS = 128  # added up from zero at most: the error grows with them (docs/numerics.md), and fewer cost time
-TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
-FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
-
-
-class WinogradBlocking(NamedTuple):
-    """`blocking` of `winograd_forward` and its kin."""
-
-    tiles: int  # in flight; in the weight gradient it sets the order of the sums
-    k_blocks: int  # blocks of output channels whose products are held at a time
-    c_blocks: int  # blocks of summed channels per visit of the products, which sets the order of the sums, too
-
-
-def winograd_fits(shape: ConvShape, machine: Machine) -> bool:
-    """Whether the Winograd kernels can compute a convolution: 3x3 or 5x5, stride 1, channels in blocks of a vector."""
-    blocked = shape.lanes in (None, machine.width)
-    square = (shape.R, shape.S) in ((3, 3), (5, 5)) and shape.stride == (1, 1)
-    return square and blocked and max(shape.padding) < shape.R
-
-
-def winograd_input_grad_shape(shape: ConvShape) -> ConvShape:
-    """The convolution of dy that the input gradient is."""
-    padding = (shape.R - 1 - shape.padding[0], shape.S - 1 - shape.padding[1])
-    return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, shape.R, shape.S, (1, 1), padding, shape.lanes)
-
-
-def _cut_in_tiles(outputs: int, taps: int) -> tuple[int, int]:
-    """(tiles, points) along a dimension: tiles of 8 points, and one of 4 or 6 for what remains."""
-    step = 9 - taps
-    full = (outputs + 1) // step
-    rest = max(ceil((outputs - step * full) / 2) * 2, 0)
-    return full + (rest > 0), 8 * full + (rest + taps - 1 if rest else 0)
-
-
-def winograd_tiles(shape: ConvShape) -> tuple[int, int]:
-    """(tiles, products of a pair of channels) of all images."""
-    (rows, row_points), (columns, column_points) = _cut_in_tiles(shape.P, shape.R), _cut_in_tiles(shape.Q, shape.S)
-    return shape.N * rows * columns, shape.N * row_points * column_points
-
-
-def winograd_forward(shape: ConvShape, machine: Machine) -> WinogradBlocking:
-    """Blocking of the forward pass, and of the input gradient for its `winograd_input_grad_shape`.
-
-    Filters, the largest array of wide layers, are read once for each batch: the more tiles the better, as long as their
-    transformed data stay in L3 (but for LEAST_TILES).
-    """
-    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
-    panel = FLOAT * machine.tile[0] * machine.width**2  # filters of a panel and one block of summed channels
-    c_blocks = min(max(3 * machine.l1 // 4 // panel, 1), SUM_CHANNELS // machine.width)
-    c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
-    room = (machine.l3 or 8 * machine.l2) // (FLOAT * POINTS * machine.width * (in_blocks + out_blocks))
-    return WinogradBlocking(min(max(room, LEAST_TILES), MOST_TILES), out_blocks, c_blocks)
-
-
-def winograd_weight_grad(shape: ConvShape, machine: Machine) -> WinogradBlocking:
-    """Blocking of the weight gradient. It never looks at threads: the number of tiles sets the order of the sums.
-
-    It reads and writes its sums once for each batch, whose transformed tiles are read again for each panel, from L2.
-    """
-    made = winograd_forward(shape, machine)
-    return made._replace(tiles=min(made.tiles, MOST_GRADIENT_TILES))
-
-
-def winograd_scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking) -> int:
-    """Memory for a batch [float32]: at least `winograd_scratch_size` of the kernels."""
-
-    def odd_lines(size):
-        return (ceil(size / 16) | 1) * 16
-
-    tiles = min(blocking.tiles, winograd_tiles(shape)[0]) + 3  # each kind of tile is rounded by itself
-    rows = [ceil(shape.C / machine.width) * machine.width, blocking.k_blocks * machine.width]
-    return POINTS * sum(odd_lines(tiles * odd_lines(row)) for row in rows)
-
-
-def winograd_filter_size(shape: ConvShape, machine: Machine) -> int:
-    """Elements of the transformed filters."""
-    return POINTS * ceil(shape.C / machine.width) * ceil(shape.K / machine.width) * machine.width**2
-
-
-def winograd_pays(shape: ConvShape, machine: Machine) -> bool:
-    """Whether a pass takes fewer modelled cycles by Winograd than directly.
-
-    `shape` is that of the pass: `winograd_input_grad_shape` for the input gradient. Products, transforms of tiles and
-    transforms of filters against multiply-adds of the direct kernel. The same on every rank: nothing is measured.
-    """
-    per_cycle = 1 if machine.target == "avx512" else 2
-    in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
-    steps = in_blocks * machine.width * out_blocks / per_cycle  # cycles of a product of all channels
-    tiles, products = winograd_tiles(shape)
-    fill = _step_cycles(machine, min(machine.tile[1], max(tiles, 1))) * per_cycle / machine.tile[0]
-    fill /= min(machine.tile[1], max(tiles, 1))  # few tiles leave the register tile empty
-    winograd = steps * products * fill / PRODUCT_SHARE + TRANSFORM * products / POINTS * (in_blocks + out_blocks)
-    winograd += FLOAT * winograd_filter_size(shape, machine) / FILTER_BYTES
-    rows = sum(len(taps) for taps in _taps(shape.P, shape.R, 1, shape.padding[0], shape.H))
-    columns = sum(len(taps) for taps in _taps(shape.Q, shape.S, 1, shape.padding[1], shape.W))
-    return winograd < steps * shape.N * rows * columns / DIRECT_SHARE

@@ -1,6 +1,6 @@
 """Timing in the place of the model: which algorithm computes a pass of a layer in the least time, here and now.
 
-The plan's own choice between direct and Winograd convolution is a model of cycles (`blocking.winograd_pays`). With
+The plan's own choice between direct and Winograd convolution is a model of cycles (`winograd_blocking.pays`). With
 `tune=True` both are timed once for the shapes that a rank has. A clock may give another answer tomorrow, so what it
 says becomes an argument of the plan, `tuned`: the plan stays a pure value, and a checkpoint can keep the choice.
 """

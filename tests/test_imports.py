@@ -15,6 +15,7 @@ LEVELS = [
     ["_kernels"],  # arrays and integers only
     ["machine"],
     ["layout", "partition", "blocking"],
+    ["winograd_blocking"],
     ["balance"],
     ["layers"],
     ["scaling"],

@@ -8,6 +8,7 @@ import pytest
 from pcldnn import Network, models
 from pcldnn import _kernels as kernels
 from pcldnn import blocking as solver
+from pcldnn import winograd_blocking as winograd
 from pcldnn.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU
 from pcldnn.machine import Machine
 from pcldnn.plan import plan
@@ -65,11 +66,11 @@ def test_planned_scratch_is_what_the_kernels_ask_for_and_bounded():
     for n, c, size, k in product((1, 2, 33), (3, 64, 200), (1, 7, 14, 30), (8, 100)):
         shape = solver.ConvShape(n, c, size, size, k, 3, 3, (1, 1), (1, 1))
         in_blocks, out_blocks = -(-c // machine.width), -(-k // machine.width)
-        for made in (solver.winograd_forward(shape, machine), solver.winograd_weight_grad(shape, machine)):
-            tiles = solver.winograd_tiles(shape)[0]
+        for made in (winograd.forward(shape, machine), winograd.weight_grad(shape, machine)):
+            tiles = winograd.tile_counts(shape)[0]
             batches = max(-(-tiles // made.tiles), 1)
             wanted = kernels.winograd_scratch_size(in_blocks, out_blocks, -(-tiles // batches) + 3)
-            assert solver.winograd_scratch(shape, machine, made) >= wanted
+            assert winograd.scratch(shape, machine, made) >= wanted
 
 
 def test_the_solver_knows_the_kernels_tiles():
@@ -77,10 +78,10 @@ def test_the_solver_knows_the_kernels_tiles():
     sizes = {1: 4, 2: 4, 3: 6, 4: 6, 5: 8, 6: 8, 7: 12, 8: 12, 9: 14, 12: 16, 13: 20, 14: 20, 28: 38, 56: 76, 112: 150}
     for size, points in sizes.items():
         shape = solver.ConvShape(1, 8, size, size, 8, 3, 3, (1, 1), (1, 1))
-        assert solver.winograd_tiles(shape)[1] == points**2
+        assert winograd.tile_counts(shape)[1] == points**2
     for size, points in {1: 6, 2: 6, 3: 8, 4: 8, 5: 14, 6: 14, 7: 16, 24: 48, 28: 56}.items():
         shape = solver.ConvShape(1, 8, size, size, 8, 5, 5, (1, 1), (2, 2))
-        assert solver.winograd_tiles(shape)[1] == points**2
+        assert winograd.tile_counts(shape)[1] == points**2
 
 
 def test_weight_gradients_do_not_depend_on_threads():

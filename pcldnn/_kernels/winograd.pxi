@@ -277,7 +277,7 @@ def winograd_forward(const float[:, :, :, :, ::1] x,         # IN   (N, CB, H, W
     padding : (int, int)
     blocking : (int, int, int), optional
         Tiles of a batch, blocks of K whose products are held at a time, blocks of C per visit of the products;
-        `pcldnn.blocking.winograd_forward` solves for all three.
+        `pcldnn.winograd_blocking.forward` solves for all three.
     """
     checks.winograd_forward(dims(x), dims(u), None if bias is None else dims(bias), dims(y), padding, num_threads,
                             kernel)

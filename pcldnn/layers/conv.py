@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pcldnn import _kernels as kernels
 from pcldnn import balance
 from pcldnn import blocking as solver
+from pcldnn import winograd_blocking as winograd
 from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, called_blocks, mask_and_sum, pair, per_rank
@@ -99,7 +100,7 @@ class Conv2d(Layer):
         if uses_winograd(pass_name, shape, machine, algorithm):
             made = replace(made, algorithm="winograd", **plan_winograd(pass_name, shape, called, machine))
             if pass_name == "input_grad":
-                called = solver.winograd_input_grad_shape(called)
+                called = winograd.input_grad_shape(called)
             traffic = balance.winograd_traffic(called, machine, made.blocking, pass_name == "weight_grad")
             saving = balance.winograd_saving(shape, called)
             return replace(made, saving=saving, traffic=per_rank(traffic, pass_name, plan))
@@ -196,11 +197,11 @@ def chosen_algorithm(asked: str | None) -> str:
 
 def uses_winograd(pass_name: str, shape: ConvShape, machine, algorithm: str) -> bool:
     """Whether a pass is computed by Winograd: it can be, and the user or the model says so."""
-    if algorithm == "direct" or not solver.winograd_fits(shape, machine):
+    if algorithm == "direct" or not winograd.fits(shape, machine):
         return False
     if pass_name == "input_grad":
-        shape = solver.winograd_input_grad_shape(shape)
-    return algorithm == "winograd" or solver.winograd_pays(shape, machine)
+        shape = winograd.input_grad_shape(shape)
+    return algorithm == "winograd" or winograd.pays(shape, machine)
 
 
 def plan_winograd(pass_name: str, shape: ConvShape, called: ConvShape, machine) -> dict:
@@ -209,17 +210,17 @@ def plan_winograd(pass_name: str, shape: ConvShape, called: ConvShape, machine) 
     Scratch is a batch of tiles, behind the transformed filters (or their gradient).
     """
     if pass_name == "input_grad":
-        shape, called = map(solver.winograd_input_grad_shape, (shape, called))
+        shape, called = map(winograd.input_grad_shape, (shape, called))
     if pass_name == "weight_grad":
-        blocking = solver.winograd_weight_grad(shape, machine)
+        blocking = winograd.weight_grad(shape, machine)
     else:
-        blocking = solver.winograd_forward(shape, machine)
-    scratch = solver.winograd_filter_size(called, machine)
-    return {"blocking": blocking, "scratch": scratch + solver.winograd_scratch(called, machine, blocking)}
+        blocking = winograd.forward(shape, machine)
+    scratch = winograd.filter_size(called, machine)
+    return {"blocking": blocking, "scratch": scratch + winograd.scratch(called, machine, blocking)}
 
 
 def transformed_filters(unit, pass_name: str, out_blocks: int, in_blocks: int):
     """The scratch of a pass in two: transformed filters, and the rest."""
     block, scratch = unit.value["weight"].shape[-1], unit.memory.scratch[pass_name]
-    size = solver.POINTS * out_blocks * in_blocks * block * block
-    return scratch[:size].reshape(solver.POINTS, out_blocks, in_blocks * block, block), scratch[size:]
+    size = winograd.POINTS * out_blocks * in_blocks * block * block
+    return scratch[:size].reshape(winograd.POINTS, out_blocks, in_blocks * block, block), scratch[size:]
