@@ -55,7 +55,9 @@ def weight_grad_traffic(shape: ConvShape, machine: Machine, blocking: WeightGrad
     return x * panels + y * groups + packed + weights * (3 * copies - 2)  # copies: written, read, added
 
 
-def winograd_traffic(shape: ConvShape, machine: Machine, blocking: winograd.WinogradBlocking, weight_grad: bool = False) -> int:
+def winograd_traffic(
+    shape: ConvShape, machine: Machine, blocking: winograd.WinogradBlocking, weight_grad: bool = False
+) -> int:
     """Bytes of a Winograd pass: its arrays, transformed filters (or their gradient), and batches of transformed tiles.
 
     For the input gradient `shape` is `winograd_blocking.input_grad_shape`.

@@ -7,8 +7,8 @@ Two things are solved here, by trying every candidate, as Das et al. 2016 do:
   bytes that pass between L2 and L1.
 - `linear` and `linear_input_grad` do so for the three passes of a fully connected layer.
 
-Winograd convolution has `winograd_blocking.py`. What a solution costs in bytes per flop, and the paper's own search, are
-in `balance.py`.
+Winograd convolution has `winograd_blocking.py`. What a solution costs in bytes per flop, and the paper's own search,
+are in `balance.py`.
 Everything is a pure function of its arguments. What can change a sum never depends on the number of threads: of the
 weight gradient that is all but `c_blocks`.
 """

@@ -26,7 +26,7 @@ class CollectiveCheckpointError(CollectiveError, CheckpointError):
 
 
 def check_writable(path):
-    """OSError, naming file and folder, when a checkpoint cannot be written to `path`; tried with a file that is removed.
+    """OSError, naming file and folder, when a checkpoint cannot be written to `path`; tried with a file, removed again.
 
     Permissions do not tell: root has them all, and /proc or a read-only disk takes no file all the same.
     """

@@ -63,7 +63,7 @@ class Hierarchy:
         return self._on_all_nodes(lambda: self._shared.allocate(count))
 
     def takes(self, parts):
-        """True: what does not come from `allocate` is staged. Collective, for there may be memory to make: NoSharedMemory."""
+        """True: what does not come from `allocate` is staged. Collective, for memory may be made: NoSharedMemory."""
         needed = 0 if self._shared.takes(parts) else _staged_bytes(parts)
         if needed > (0 if self._staging is None else self._staging.nbytes):
             self._staging = self.allocate(-(-needed // 8) * 2)  # float64 has room there, too

@@ -57,7 +57,7 @@ def cd_dnn(input: int = 429, hidden=(2048,) * 7, classes: int = 9304, seed: int 
     """CD-DNN: context window of speech features to scores of tied triphone states, sigmoid units.
 
     The default is the Switchboard network of Seide et al. 2014 (11 frames of 39 features, 9304 states), the best
-    candidate for the 7-layer DNN of Das et al. 2016, whose sizes are not known. Layers are named fc1, sigmoid1, fc2, ...
+    candidate for the 7-layer DNN of Das et al. 2016, whose sizes are not known. Layers are called fc1, sigmoid1, ...
 
     Parameters
     ----------

@@ -216,7 +216,7 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
         Its SIMD width and caches; by default this one.
     algorithm : "auto", "direct" or "winograd", optional
         Of convolutions. By default what the environment variable PCLDNN_CONV says, else "auto": each pass of each
-        layer is computed the way that the model of `winograd_blocking.py` finds faster. "winograd" means: wherever it can be.
+        layer is computed the way that `winograd_blocking.py` finds faster. "winograd" means: wherever it can be.
     tuned : dict of str to dict of str to str, optional
         Algorithms by layer and pass, as `Plan.tuned` has them, in the place of the model's choice: what
         `tuning.quicker` has timed. Nothing unless `algorithm` is "auto".

@@ -161,7 +161,7 @@ def _count(number, one, many=None):
 
 @contextlib.contextmanager
 def stop_signals(trainer):
-    """SIGTERM, SIGUSR1 or a first Ctrl-C on any rank ends training after the step at hand, on all ranks, with a checkpoint.
+    """SIGTERM, SIGUSR1 or a first Ctrl-C on any rank ends training on all, after the step at hand, with a checkpoint.
 
     A second Ctrl-C ends the process at once, also inside a kernel. Where Ctrl-C is ignored (a job in the background of
     a shell script), it stays so.

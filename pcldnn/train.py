@@ -304,7 +304,7 @@ class _Run:
             self._resume(resume)
         self._open_outputs()
         if self.minibatch > len(self.train):
-            self.report.warn(f"the minibatch of {self.minibatch:,} is larger than the training set: each step trains on "
+            self.report.warn(f"the minibatch of {self.minibatch:,} is larger than the training set: a step trains on "
                              f"all {len(self.train):,} images, an epoch is one step")
         first_step, images, busy = self.step, 0, 0.0
         loader = Loader(self.train, self.minibatch, seed=self.network.seed, rank=self.communicator.rank,
