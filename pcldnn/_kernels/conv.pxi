@@ -8,8 +8,8 @@
 #    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the
 #    image: one call for all of its rows and input channels).
 # c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`). The latter
-#    packs the input by tiles of images, (tiles, CB, H, W, b, tile_pitch(N)), in one pass over it (`pack_samples`); then every
-#    tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
+#    packs the input by tiles of images, (tiles, CB, H, W, b, tile_pitch(N)), in one pass over it (`pack_samples`); then
+#    every tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
 # d. A job is (image or tile of images, panel of output channels, band of rows). It runs over `c_blocks` input
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
 # e. Weight gradient: conv_weight_grad.pxi.
@@ -49,6 +49,7 @@ cdef struct ConvPass:
     Py_ssize_t w_out, w_in, w_row                            # filter distances [float]
     Axis rows, cols
     bint relu, across_images
+    bint past                                                # whether y is written past the caches
     Py_ssize_t c_blocks, band                                # band: most rows of a job
     ColumnTile* tiles
     Segment* segments
@@ -143,9 +144,11 @@ cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, P
     over.n1, over.x1, over.w1 = max(r1 - r0, 0), c.x_row, c.rows.w_step * c.w_row
     over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
     over.ahead = 0 if c.across_images else width * xp
-    ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False, relu=False)
+    ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False, relu=False,
+                past=False)
     if tile.segments == 1 and seg.lo == 0 and (c.across_images or seg.hi == width):
         ends.relu = relu
+        ends.past = c.past and cb1 == c.in_blocks
         if cb0 == 0:
             ends.start, ends.start_p, ends.start_v = bias, 0, b
     elif cb0 == 0:
@@ -170,6 +173,8 @@ cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ss
             for t in range(c.n_tiles):
                 conv_tile(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t, vectors)
         cb0 = cb1
+    if c.past:
+        store_fence()
 
 
 cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
@@ -284,6 +289,7 @@ cdef void conv_arrays(ConvPass* c, const float* x, const Py_ssize_t* xs, const f
     c.w_row = ws[3] * ws[4] * b
     c.w_in = ws[2] * c.w_row
     c.w_out = ws[1] * c.w_in
+    c.past = goes_past(y, ys[0] * ys[1] * c.y_block)
 
 
 def conv2d_transpose_filter(const float[:, :, :, :, :, ::1] weight,   # IN   (KB, CB, R, S, b, b)

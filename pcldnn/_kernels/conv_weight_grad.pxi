@@ -49,7 +49,8 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
     if p0 >= p1:
         return
     dw += j0 * b
-    ends = Ends(start=dw, start_p=b, start_v=dw_block, out=dw, out_p=b, out_v=dw_block, add=False, relu=False)
+    ends = Ends(start=dw, start_p=b, start_v=dw_block, out=dw, out_p=b, out_v=dw_block, add=False, relu=False,
+                past=False)
     x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + j0 * g.x_lane
     dy += p0 * g.dy_row
     q = 0

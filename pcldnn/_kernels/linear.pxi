@@ -4,8 +4,8 @@
 # b. The input gradient sums over k, so weights are what it broadcasts, and its vectors run over samples: no weight is
 #    ever transposed, only dy before and dx after, which are small.
 # c. The activations, a few per cent of the bytes, are packed once per call in the order in which register tiles read
-#    them: the samples (or features) of a tile innermost. Every stream of the micro-kernel is then contiguous, and rows of
-#    4096 floats, a multiple of the cache's set span, cannot evict one another.
+#    them: the samples (or features) of a tile innermost. Every stream of the micro-kernel is then contiguous, and rows
+#    of 4096 floats, a multiple of the cache's set span, cannot evict one another.
 # d. Loops: chunk of the summed dimension, block of samples (what a visit of the two needs stays in L2), panel of
 #    vectors of outputs, register tile. Partial sums go back to y (or dweight) once per chunk.
 # e. While a tile is computed, the micro-kernel asks for the weights that come next (`Ahead` in tile.pxi).
@@ -61,7 +61,8 @@ cdef void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize
     """Tiles t0..t1 of samples of y's panel += sum over f0..f1 of x w, or = bias + that when `first`."""
     cdef Py_ssize_t n, pitch = tile_pitch(N)
     cdef Reduction over = one_loop(f1 - f0, pitch, b)
-    cdef Ends ends = Ends(start=bias, start_p=0, start_v=b, out=NULL, out_p=y_row, out_v=b, add=False, relu=relu)
+    cdef Ends ends = Ends(start=bias, start_p=0, start_v=b, out=NULL, out_p=y_row, out_v=b, add=False, relu=relu,
+                          past=False)
     cdef int t, width, tiles = tiles_of(N)
     for t in range(t0, t1):
         n = tile_start(N, tiles, t)
@@ -139,7 +140,7 @@ cdef void input_grad_tiles(const float* packed, Py_ssize_t K, const float* w, Py
     cdef int t, width, tiles = tiles_of(count)
     cdef Py_ssize_t f, v, panel, panels = panels_of(vectors)
     cdef Ends ends = Ends(start=NULL, start_p=b, start_v=count * b, out=NULL, out_p=b, out_v=count * b, add=False,
-                          relu=False)
+                          relu=False, past=False)
     cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=blocks, x1=F * b, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
                                     next=NULL, next_step=0, next1=F * b)
     for t in range(tiles):
@@ -187,7 +188,8 @@ cdef void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_
     """Tiles t0..t1 of features of dweight's panel += sum over samples n0..n1; = when n0 is 0."""
     cdef Py_ssize_t f, pitch = tile_pitch(F)
     cdef Reduction over = one_loop(n1 - n0, pitch, PANEL)
-    cdef Ends ends = Ends(start=NULL, start_p=b, start_v=wv, out=NULL, out_p=b, out_v=wv, add=False, relu=False)
+    cdef Ends ends = Ends(start=NULL, start_p=b, start_v=wv, out=NULL, out_p=b, out_v=wv, add=False, relu=False,
+                          past=False)
     cdef int t, width, tiles = tiles_of(F)
     for t in range(t0, t1):
         f = tile_start(F, tiles, t)

@@ -51,7 +51,7 @@ cdef float tile_steps_from_l1(Py_ssize_t steps) noexcept nogil:
     cdef float out[VECTORS * TILE * b]
     cdef Reduction over = one_loop(b, 1, b)
     cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=&out[0], out_p=b, out_v=TILE * b, add=False,
-                          relu=False)
+                          relu=False, past=False)
     memset(x, 0, sizeof(x))
     memset(w, 0, sizeof(w))
     over.n1 = steps

@@ -102,14 +102,19 @@ PCL_INLINE void tile_step(int lo, int hi, int vectors, vec *acc, const float *x,
     PCL_SUMS acc[i] += filter[v] * x[p * xp];
 }
 
-PCL_INLINE void tile_end(int lo, int hi, int vectors, vec *acc, float *out, long op, long ov, int add, int relu) {
+PCL_INLINE void tile_end(int lo, int hi, int vectors, vec *acc, float *out, long op, long ov, int add, int relu,
+                         int past) {
     if (add) {
         PCL_SUMS acc[i] += vec_load(out + v * ov + p * op);
     }
     if (relu) {
         PCL_SUMS acc[i] = vec_relu(acc[i]);
     }
-    PCL_SUMS vec_store(out + v * ov + p * op, acc[i]);
+    if (past) {
+        PCL_SUMS vec_store_past(out + v * ov + p * op, acc[i]);
+    } else {
+        PCL_SUMS vec_store(out + v * ov + p * op, acc[i]);
+    }
 }
 
 /* PCL_RANGES(f, lo, hi, ...) calls f(lo, hi, ...) with lo and hi as compile-time constants, 0 <= lo < hi <= PCL_TILE,

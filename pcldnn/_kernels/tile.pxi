@@ -33,6 +33,7 @@ cdef struct Ends:
     float* out                 # where they are stored
     Py_ssize_t out_p, out_v
     bint add, relu             # whether they are added to what is there; whether max(., 0) is taken
+    bint past                  # whether they are written past the caches (`goes_past`); the caller fences
 
 
 cdef extern from "simd.h" nogil:
@@ -40,7 +41,8 @@ cdef extern from "simd.h" nogil:
     void prefetch(const float* p)
     void tile_begin(int lo, int hi, int vectors, vec* acc, const float* start, Py_ssize_t p, Py_ssize_t v)
     void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv)
-    void tile_end(int lo, int hi, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu)
+    void tile_end(int lo, int hi, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu,
+                  bint past)
     void for_range "PCL_RANGES"(void (*f)(int, int, int, Py_ssize_t, bint, const Ends*, const float*, const float*,
                                           Py_ssize_t, const Reduction*) noexcept nogil,
                                 int lo, int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends,
@@ -75,7 +77,7 @@ cdef inline void accumulate(int lo, int hi, int vectors, Py_ssize_t xp, bint fet
                     next += next_step
                 xq += x0
                 wq += w0
-    tile_end(lo, hi, vectors, acc, ends.out, ends.out_p, ends.out_v, ends.add, ends.relu)
+    tile_end(lo, hi, vectors, acc, ends.out, ends.out_p, ends.out_v, ends.add, ends.relu, ends.past)
 
 
 cdef inline void run_panel(int lo, int hi, int vectors, const Ends* ends, const float* x, Py_ssize_t xp,

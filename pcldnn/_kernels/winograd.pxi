@@ -32,7 +32,7 @@ cdef struct Winograd:
     Py_ssize_t v_tile, v_block, v_point, m_tile, m_block, m_point      # distances [float]
     Py_ssize_t tiles, k_blocks, c_blocks      # of a batch; of a group of output channels; of a visit of the products
     Py_ssize_t batches
-    bint relu
+    bint relu, past                           # past: y is written past the caches
 
 
 cdef struct Batch:
@@ -110,7 +110,9 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
         for k in range(k0, k1):
             output_tile(tile.mr, tile.mc, g.taps, g.m + t * g.m_tile + (k - group) * g.m_block, g.m_point,
                         zero() if g.bias == NULL else load(g.bias + k * b), g.relu,
-                        g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q, tile.row, tile.col)
+                        g.past, g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q, tile.row, tile.col)
+    if g.past:
+        store_fence()
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ cdef void product_tiles(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py
     cdef const float* v = g.v + point * g.v_point + c0 * g.v_block
     cdef float* m = g.m + point * g.m_point + (k - group) * g.m_block
     cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=NULL, out_p=g.m_tile, out_v=g.m_block, add=c0 > 0,
-                          relu=False)
+                          relu=False, past=False)
     cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=c1 - c0, x1=g.v_block, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
                                     next=NULL, next_step=0, next1=0)
     ahead.calls = parts
@@ -257,6 +259,7 @@ cdef int winograd_run(const float[:, :, :, :, ::1] x, const float[:, :, :, ::1] 
         g.bias = &bias_view[0]
     g.x, g.u, g.y = &x[0, 0, 0, 0, 0], &u[0, 0, 0, 0], &y[0, 0, 0, 0, 0]
     g.relu = relu
+    g.past = goes_past(g.y, y.size)
     scratch = scratch_of(scratch, winograd_scratch_size(g.in_blocks, g.k_blocks, g.tiles))
     with nogil:
         winograd_pass(&g, &scratch[0], num_threads)

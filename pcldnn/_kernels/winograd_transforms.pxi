@@ -206,8 +206,8 @@ cdef void input_tile(int mr, int mc, const float* x, Py_ssize_t H, Py_ssize_t W,
             input_points(mc, t + 8 * i * b, b, v + 8 * i * v_point, v_point)
 
 
-cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_point, vec bias, bint relu, float* y,
-                      Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col) noexcept nogil:
+cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_point, vec bias, bint relu, bint past,
+                      float* y, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col) noexcept nogil:
     """relu?(A' m A + bias) to the outputs of a tile from (row, col) on, as far as they exist."""
     cdef float t[48 * b]
     cdef float values[6 * b]
@@ -221,7 +221,7 @@ cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_poi
         output_values(mc, taps, t + 8 * i * b, b, values, b)
         for j in range(cols):
             value = load(values + j * b) + bias
-            store(y + (i * Q + j) * b, vrelu(value) if relu else value)
+            put(y + (i * Q + j) * b, vrelu(value) if relu else value, past)
 
 
 cdef void gradient_tile(int mr, int mc, int taps, const float* dy, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row,

@@ -27,7 +27,7 @@ cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo,
     cdef const float* v = g.v + point * g.v_point + lo * g.v_tile
     cdef const float* d = g.m + point * g.m_point + lo * g.m_tile + k * g.m_block
     cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=NULL, out_p=b, out_v=channels * b, add=not first,
-                          relu=False)
+                          relu=False, past=False)
     cdef Reduction over = one_loop(hi - lo, g.v_tile, g.m_tile)
     over.next_step = g.v_tile
     for i in range(parts):
