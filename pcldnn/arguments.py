@@ -41,10 +41,10 @@ class Job:
 
 
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
-SETTINGS = ("data", "synthetic", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
+SETTINGS = ("data", "synthetic", "samples", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
             "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
-            "seed", "exact", "tune")
-_EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "seed": 0, "lr_schedule": "constant",
+            "seed", "exact", "tune", "validation")
+_EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "validation": True, "seed": 0, "lr_schedule": "constant",
                "lr_every": 30.0, "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
 
 _EXAMPLES = """\
@@ -103,6 +103,8 @@ def _add_data(group, job):
                        help=f"images or arrays to train on, see below (default: {embedded})")
     group.add_argument("--synthetic", action="store_true", default=None,
                        help="made-up data of any size: to try and to time things, no files needed")
+    group.add_argument("--samples", type=_integer(1), metavar="N",
+                       help="how many are made up (default: those of --steps steps, of 64 at most)")
     group.add_argument("--classes", type=_integer(1), metavar="N",
                        help=f"number of classes (default: that of the data; {job.classes} with --synthetic)")
     if job.image_size is not None:
@@ -111,7 +113,8 @@ def _add_data(group, job):
         "replace a sample that cannot be read by another of its class, instead of stopping with its path"))
     group.add_argument("--data-threads", type=_integer(0), default=2, metavar="N",
                        help="threads of each rank that read and decode ahead (default %(default)s)")
-    group.add_argument("--no-validation", action="store_true", help="do not evaluate")
+    group.add_argument("--validation", action=argparse.BooleanOptionalAction,
+                       help="evaluate after each epoch (the default), or do not")
 
 
 def _add_images(group, job):
@@ -267,6 +270,8 @@ def fill(job, args, stored):
     for name in SETTINGS:
         if getattr(args, name) is None:
             setattr(args, name, stored.get(name, defaults.get(name)))
+    if args.synthetic and args.samples is None:
+        args.samples = args.minibatch * min(max(args.steps or 0, 1), 64)
 
 
 def settings_of(args):

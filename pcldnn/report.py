@@ -77,7 +77,7 @@ class Report:
         if result.stopped:
             self.say(f"stopped after step {result.step} ({result.stopped})")
         ran = len(result.losses)
-        loss = f", last loss {result.losses[-1]:.4f}" if ran else ""
+        loss = f", loss of the last one {result.losses[-1]:.4f}" if ran else ""
         accuracy = f", top-1 {100 * result.evaluation.top1:.2f} %" if result.evaluation else ""
         self.say(f"done: {ran} steps in {duration(result.seconds)}, {result.images_per_s:,.1f} images/s"
                  f"{loss}{accuracy}")

@@ -111,12 +111,11 @@ def open_data(job, args):
     """The data sets (train, validation) that the flags name."""
     if args.synthetic:
         shape = job.synthetic_shape(args.image_size or job.image_size)
-        length = args.minibatch * min(max(args.steps or 0, 1), 64)
-        train, validation = open_synthetic(shape, args.classes or job.classes, length, args.seed)
+        train, validation = open_synthetic(shape, args.classes or job.classes, args.samples, args.seed)
     else:
         train, validation = open_dataset(args.data, image_size=args.image_size, num_classes=args.classes,
                                          scale=args.scale, mirror=args.mirror, shift=args.shift)
-    return train, None if args.no_validation else validation
+    return train, validation if args.validation else None
 
 
 def schedule(args):

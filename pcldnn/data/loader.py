@@ -274,7 +274,7 @@ class Loader:
             return self.dataset.read(index)
         except DataError as error:
             if not self.skip_damaged:
-                error.add_note("skip_damaged=True (--skip-damaged) goes on without it")
+                error.add_note("skip_damaged=True (--skip-damaged) takes another of its class instead")
                 raise
             self.damaged[index] = str(error)
             return self._substitute(index, error) if self.training else None
