@@ -22,7 +22,7 @@ JOB = Job(
     classes=1000,
     defaults={"minibatch": 256, "epochs": 74, "lr": 0.01, "lr_schedule": "step", "lr_every": 20.0, "momentum": 0.9,
               "weight_decay": 5e-4, "dropout": 0.5},
-    digits={"minibatch": 64, "epochs": 6, "lr": 0.01, "lr_schedule": "poly", "lr_warmup": 1.0},
+    digits={"minibatch": 64, "epochs": 8, "lr": 0.01, "lr_schedule": "poly", "lr_warmup": 1.0},
 )
 
 if __name__ == "__main__":
