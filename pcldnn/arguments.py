@@ -41,11 +41,11 @@ class Job:
 
 
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
-SETTINGS = ("data", "synthetic", "samples", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs", "lr",
-            "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
+SETTINGS = ("data", "synthetic", "samples", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs",
+            "lr", "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
             "seed", "exact", "tune", "validation")
-_EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "validation": True, "seed": 0, "lr_schedule": "constant",
-               "lr_every": 30.0, "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
+_EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "validation": True, "seed": 0,
+               "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
 
 _EXAMPLES = """\
 examples:
@@ -247,7 +247,10 @@ def parse(job, argv, communicator, prog=None):
             with CollectiveReader(args.resume, communicator) as reader:
                 stored = {name: reader.metadata[name] for name in SETTINGS if name in reader.metadata}
                 stored.update(reader.metadata.get("settings", {}))
+        samples = args.samples
         fill(job, args, stored)
+        if samples is not None and not args.synthetic:
+            parser.error(f"--samples {samples}: that many are made up with --synthetic; other data have their own number")
         if not args.synthetic and args.data is None and job.digits is None:
             parser.error("--data or --synthetic is needed")
         if args.synthetic and args.data is not None:
@@ -270,7 +273,9 @@ def fill(job, args, stored):
     for name in SETTINGS:
         if getattr(args, name) is None:
             setattr(args, name, stored.get(name, defaults.get(name)))
-    if args.synthetic and args.samples is None:
+    if not args.synthetic:
+        args.samples = None
+    elif args.samples is None:
         args.samples = args.minibatch * min(max(args.steps or 0, 1), 64)
 
 

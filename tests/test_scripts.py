@@ -122,7 +122,7 @@ def test_the_other_networks_of_the_paper(run_mpi, script, flags):
     (["--data", "nowhere"], ["nowhere"]), (["--image-size", "16"], ["features.", "size"]),
     (["--classes", "11"], ["11", "10"]), (["--momentum", "1"], ["momentum"]),
     (["--resume", "nowhere.safetensors"], ["nowhere.safetensors"]),
-    (["--data", "x.npz", "--synthetic"], ["--synthetic"]), (["--exact", "--tune"], ["--no-tune"]),
+    (["--data", "x.npz", "--synthetic"], ["--synthetic"]), (["--samples", "5"], ["--samples 5", "--synthetic"]), (["--exact", "--tune"], ["--no-tune"]),
     (["--metrics", "no/m.jsonl"], ["no/m.jsonl"]), (["--checkpoint", "no/c"], ["no/c"])])
 def test_user_errors_are_one_message(run_mpi, flags, words):
     """A6 and others: told once, by rank 0, without a traceback."""
@@ -215,6 +215,11 @@ def test_settings_come_from_flags_then_checkpoint_then_job():
     assert settled(["--minibatch", "9"], {"minibatch": 7}).minibatch == 9
     assert settled(["--data", "new"], {"data": "old", "seed": 4}).data == "new"
     assert settled([], {"data": "old"}).data == "old" and settled(["--synthetic"], {"data": "old"}).data is None
+    made_up = settings_of(settled(["--synthetic", "--steps", "2", "--no-validation"], {}))
+    assert made_up["samples"] == 2 * 256 and made_up["validation"] is False
+    longer = settled(["--synthetic", "--steps", "6"], made_up)      # the same data, however many steps are wanted now
+    assert longer.samples == 2 * 256 and longer.validation is False
+    assert settled(["--data", "x"], made_up).samples is None and settled([], {}).validation is True
     kept = settings_of(settled(["--data", "x", "--mirror"], {}))
     assert kept["data"] == os.path.abspath("x") and kept["mirror"] is True
     json.dumps(kept)
