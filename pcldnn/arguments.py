@@ -63,7 +63,8 @@ files:
   saved as safetensors: weights to start from.
   The metrics file has a JSON object a line: step, epoch, loss, images_per_s for each step (global values; steps and
   epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1);
-  with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run.
+  with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run,
+  and run, by which it tells the run from others.
 
 exit code: 0 when training came to its end or was stopped by a signal, 1 after an error (a diverged loss, a checkpoint
 that could not be written, ranks that disagree), 2 for wrong flags.

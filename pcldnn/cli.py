@@ -23,13 +23,13 @@ NETWORKS = {
 
 
 def main(argv=None):
-    """Run a command; returns its exit code."""
+    """Run a command; returns its exit code: 2 for what cannot be done as asked, 1 for what was found to be wrong."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def _parser():
@@ -74,7 +74,8 @@ def _parser():
         "replay", help="compute steps of a recorded run again and find the first that differs",
         description="Compute steps of a run again, on one rank, from one of its checkpoints, and compare with the "
                     "digests in its metrics file: the run must have been made with --exact (or --digest-interval). "
-                    "Exit code 1 if something differs; the first step and layer are named.",
+                    "Exit code 1 if something differs, and the first step and layer are named; 2 if the metrics file "
+                    "has no digest to compare with, or is of another run.",
         epilog="example: python -m pcldnn replay scripts/train_vgg.py step100.safetensors run.jsonl --steps 20")
     replay.add_argument("script", help="the training script that made the run")
     replay.add_argument("checkpoint", help="where to start")

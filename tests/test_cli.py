@@ -53,8 +53,8 @@ def test_plan_with_blocking(capsys, monkeypatch):
     (["vgg_a", "--image-size", "16"], "features."), (["vgg_a", "--minibatch", "0"], "minibatch"),
     (["cd_dnn", "--image-size", "16"], "--image-size")])
 def test_what_cannot_be_is_one_line(capsys, arguments, text):
-    """A6: the layer and the numbers, exit code 1, no traceback."""
-    assert cli.main(["plan", *arguments]) == 1
+    """A6: the layer and the numbers, exit code 2, no traceback."""
+    assert cli.main(["plan", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and text in captured.err and captured.err.count("\n") == 1
 
