@@ -11,6 +11,7 @@ from pcldnn.arguments import partitions
 from pcldnn.check import check
 from pcldnn.checkpoint import CheckpointError
 from pcldnn.layers import Conv2d
+from pcldnn.layers.conv import chosen_algorithm
 from pcldnn.machine import Machine, cache_sizes, threads_per_rank
 from pcldnn.mpi import mpi_information
 from pcldnn.replay import replay
@@ -145,6 +146,7 @@ def _info(args):
         ("ISA", f"{_kernels.TARGET}" + (" (by PCLDNN_ISA)" if os.environ.get("PCLDNN_ISA") else "")),
         ("SIMD width", f"{_kernels.SIMD_WIDTH} floats"),
         ("targets", f"{', '.join(_kernels.targets)}" + (f" ({'; '.join(lacking)})" if lacking else "")),
+        ("convolution", chosen_algorithm(None) + (" (by PCLDNN_CONV)" if os.environ.get("PCLDNN_CONV") else "")),
         ("cores", f"{machine.cores}"),
         ("threads", f"{threads} for a single rank ({reason})"),
         ("caches", ", ".join(f"{level.upper()} {size // 1024:,} KiB" for level, size in caches.items()) or "unknown"),
