@@ -6,12 +6,13 @@ import sys
 
 from pcldnn import __version__, _kernels, optim
 from pcldnn.arguments import parse, settings_of
+from pcldnn.checkpoint import CollectiveCheckpointError
 from pcldnn.communicator import LaunchError, create
 from pcldnn.data import open_dataset, open_synthetic
 from pcldnn.faults import CollectiveError
 from pcldnn.launcher import copies_warning
 from pcldnn.machine import reserved_cores, threads_per_rank
-from pcldnn.train import Trainer
+from pcldnn.train import OutputError, Trainer
 
 
 class UsageError(CollectiveError):
@@ -48,7 +49,7 @@ def main(job, argv=None):
         except CollectiveError as error:
             if communicator.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, UsageError | CollectiveCheckpointError | OutputError) else 1
 
 
 def _train(job, args, communicator):

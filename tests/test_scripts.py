@@ -121,13 +121,14 @@ def test_the_other_networks_of_the_paper(run_mpi, script, flags):
 @pytest.mark.parametrize("flags, words", [
     (["--data", "nowhere"], ["nowhere"]), (["--image-size", "16"], ["features.", "size"]),
     (["--classes", "11"], ["11", "10"]), (["--momentum", "1"], ["momentum"]),
+    (["--partition", "fc6=3x1"], ["fc6", "2, the number of ranks"]),
     (["--resume", "nowhere.safetensors"], ["nowhere.safetensors"]),
     (["--data", "x.npz", "--synthetic"], ["--synthetic"]), (["--samples", "5"], ["--samples 5", "--synthetic"]), (["--exact", "--tune"], ["--no-tune"]),
     (["--metrics", "no/m.jsonl"], ["no/m.jsonl"]), (["--checkpoint", "no/c"], ["no/c"])])
 def test_user_errors_are_one_message(run_mpi, flags, words):
     """A6 and others: told once, by rank 0, without a traceback."""
     done = run_mpi(2, [VGG, *SMALL, *flags], check=False)
-    assert done.returncode != 0 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.output
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr, done.output
     for word in words:
         assert word in done.stderr, done.output
 
