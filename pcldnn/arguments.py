@@ -135,9 +135,9 @@ def _add_images(group, job):
 def _add_training(group, default):
     group.add_argument("--minibatch", type=_integer(1), metavar="N",
                        help=f"images per step over all ranks; need not divide by the ranks {default('minibatch')}")
-    group.add_argument("--epochs", type=_integer(0), metavar="N",
+    group.add_argument("--epochs", type=_integer(1), metavar="N",
                        help=f"passes over the training data {default('epochs')}")
-    group.add_argument("--steps", type=_integer(0), metavar="N", help=(
+    group.add_argument("--steps", type=_integer(1), metavar="N", help=(
         "stop after N steps in total, those before a resume included, should the epochs not end before; "
         "does not change the schedule (default: no limit)"))
     group.add_argument("--lr", type=_real(0.0), metavar="X", help=f"learning rate at the start {default('lr')}")
@@ -250,9 +250,12 @@ def parse(job, argv, communicator, prog=None):
                 stored = {name: reader.metadata[name] for name in SETTINGS if name in reader.metadata}
                 stored.update(reader.metadata.get("settings", {}))
         samples = args.samples
+        resized = [f"--{name}" for name in ("scale", "mirror", "shift") if getattr(args, name) is not None]
         fill(job, args, stored)
         if samples is not None and not args.synthetic:
             parser.error(f"--samples {samples}: that many are made up with --synthetic; other data have their own number")
+        if resized and args.synthetic:
+            parser.error(f"{', '.join(resized)}: made-up data (--synthetic) are made at the network's size")
         if not args.synthetic and args.data is None and job.digits is None:
             parser.error("--data or --synthetic is needed")
         if args.synthetic and args.data is not None:
