@@ -1,6 +1,9 @@
 """``python -m pcldnn``."""
 import sys
 
-from pcldnn.cli import main
+from pcldnn.communicator import guard_imports
+
+with guard_imports():
+    from pcldnn.cli import main
 
 sys.exit(main())
