@@ -6,4 +6,5 @@ from pcldnn.communicator import guard_imports
 with guard_imports():
     from pcldnn.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
