@@ -30,7 +30,7 @@ from pcldnn.checkpoint import (
 )
 from pcldnn.communicator import create
 from pcldnn.data import Loader, check_class_map
-from pcldnn.digest import layer_digests, total_digest
+from pcldnn.digest import layer_digests, network_digest, run_identity, total_digest
 from pcldnn.faults import CollectiveError
 from pcldnn.plan import format_algorithms
 from pcldnn.recording import Recording
@@ -187,7 +187,8 @@ class Trainer:
             Steps between printed lines.
         digest_interval : int, optional
             Steps between records with `digest`, the SHA-256 of all weights and momentum, and `layers`, that of each
-            layer, by which `replay` finds where two runs part. Default: `DIGEST_INTERVAL` in exact mode, else never.
+            layer, by which `replay` finds where two runs part, and `run`, what decides the numbers of this one (seed,
+            network, data, ...). Default: `DIGEST_INTERVAL` in exact mode, else never.
         verbose : bool
             Rank 0 prints lines, and a bar if standard error is a terminal (`progress_bar` overrides that).
         callback : callable, optional
@@ -389,7 +390,7 @@ class _Run:
         if self.digest_interval and (self.step % self.digest_interval == 0 or self.step == self.last_step):
             layers = layer_digests(self.network, self.optimizer)
             self.communicator.agree({f"weights of layer {name}": digest for name, digest in layers.items()})
-            record.update(digest=total_digest(layers), layers=layers)
+            record.update(digest=total_digest(layers), layers=layers, run=run_identity(self._metadata()))
         self.report.step(record, batch.global_count)
         if self.callback is not None:
             self.callback(record)
@@ -440,6 +441,8 @@ class _Run:
                 "steps_per_epoch": self.steps_per_epoch, "epochs": self.epochs, "minibatch": self.minibatch,
                 "seed": self.network.seed, "optimizer": self.optimizer.description(),
                 "class_names": list(self.train.class_names), "dataset": self.train.fingerprint(),
+                "augment": repr(self.loader_options.get("augment") or self.train.augment),
+                "network": network_digest(self.network),
                 "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
                 "pieces": self.network.prepared.pieces, "algorithms": self.network.prepared.algorithms,
                 "tuned": self.network.prepared.tuned, "settings": self.settings}
