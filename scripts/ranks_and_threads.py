@@ -17,7 +17,6 @@ import numpy as np
 from mpi4py import MPI
 
 from pcldnn import SGD, communicator, models
-from pcldnn.commthread import Idle
 
 NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn}
 
@@ -43,16 +42,16 @@ def training(name, minibatch, comm, threads, steps):
     return turn, plan
 
 
-def measure(world, turn, mine, turns):
+def measure(everyone, turn, mine, turns):
     """Seconds of each turn of both sides, as rank 0 sees them: (ranks, threads), the first turn left out."""
-    idle, found = Idle(), ([], [])
+    found = [], []
     for i in range(turns + 1):
         for side in (0, 1):
-            idle(world.Ibarrier().Test)
+            everyone.barrier()
             start = time.perf_counter()
             if side == mine:
                 turn()
-            idle(world.Ibarrier().Test)
+            everyone.barrier()
             if i > 0:
                 found[side].append(time.perf_counter() - start)
     return found
@@ -70,10 +69,12 @@ def main():
     if cores < 2:
         raise SystemExit(f"error: got {world.size} process(es), wanted one more than ranks: mpirun -n 3 or more")
     threaded = world.rank == cores
-    with communicator.create(world.Split(threaded, world.rank)) as comm, comm.abort_on_error():
+    # An error on either side ends both: the other would wait for its turn for ever.
+    with communicator.create() as everyone, everyone.abort_on_error(), \
+            communicator.create(world.Split(threaded, world.rank)) as comm:
         comm.start_thread()
         turn, plan = training(args.network, args.minibatch, comm, cores if threaded else 1, args.steps)
-        ranks, threads = measure(world, turn, threaded, args.turns)
+        ranks, threads = measure(everyone, turn, threaded, args.turns)
         if world.rank == 0:
             report(plan, args, cores, ranks, threads)
 
