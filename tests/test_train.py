@@ -165,13 +165,13 @@ def test_full_disk_is_reported_on_all_ranks_and_training_goes_on(run_mpi, tmp_pa
     ("raises", ["rank 2", "ZeroDivisionError"]), ("exits", ["rank 2", "sys.exit(3)"]),
     ("damaged", ["error: rank", "/data/train/3/17.jpg", "17", "--skip-damaged"]), ("killed", [])])
 def test_a_failing_rank_ends_the_job(run_mpi, tmp_path, case, words):
-    """A16, A27: within seconds, non-zero, with one traceback that names the rank."""
+    """A16, A27: within seconds, non-zero, naming the rank: one traceback, or one line for damaged data."""
     result = run_mpi(3, ["tests/mpi/train_cases.py", tmp_path, case], timeout=90, check=False)
     assert result.seconds < 60, result.output      # a few seconds on a machine that is not crowded
     assert result.returncode != 0, result.output
     for word in words:
         assert word in result.stderr, result.output
-    if words:
+    if case in ("raises", "exits"):
         assert result.stderr.count("Traceback") in (1, 2), result.output       # 2: with the cause
 
 
