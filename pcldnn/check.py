@@ -16,7 +16,9 @@ from pcldnn.layers import Conv2d
 from pcldnn.layers.base import PASSES, LayerPlan, Memory, Unit
 from pcldnn.layout import Layout, block, unblock
 from pcldnn.machine import Machine, measure_bandwidth, measure_flops
-from pcldnn.plan import align, format_blocking, input_layout
+from pcldnn.plan import input_layout
+from pcldnn.plan_table import format_blocking
+from pcldnn.text import align
 
 # Largest error that passes, as a share of the largest output. Direct sums may be of any length: with 1.6 million terms,
 # as of a weight gradient, they are off by 2e-5 when added one after the other (docs/numerics.md).

@@ -32,7 +32,7 @@ from pcldnn.communicator import create
 from pcldnn.data import Loader, check_class_map
 from pcldnn.digest import layer_digests, total_digest
 from pcldnn.faults import CollectiveError
-from pcldnn.plan import format_algorithms
+from pcldnn.plan_table import format_algorithms
 from pcldnn.recording import Recording
 from pcldnn.report import Report
 from pcldnn.safetensors import remove_leftovers

@@ -6,7 +6,8 @@ As in `blocking.py`, everything is a pure function of its arguments, and what ca
 from math import ceil
 from typing import NamedTuple
 
-from pcldnn.blocking import FLOAT, ConvShape, step_cycles, taps_of
+from pcldnn.blocking import ConvShape, step_cycles, taps_of
+from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
 POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters; smaller tiles use some of them

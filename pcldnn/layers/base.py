@@ -17,7 +17,7 @@ import numpy as np
 
 from pcldnn import _kernels as kernels
 from pcldnn.layers.parameter import Parameter
-from pcldnn.layout import Layout, aligned_zeros
+from pcldnn.layout import FLOAT, Layout, aligned_zeros
 from pcldnn.machine import Machine
 from pcldnn.partition import Partition, shares
 
@@ -283,7 +283,7 @@ class Layer:
     def plan_pass(self, pass_name: str, plan: LayerPlan, machine: Machine, threads: int) -> PassPlan:
         """Algorithm, blocking, work and memory of one pass; `plan` has everything but its passes."""
         saved = plan.saves if pass_name == "input_grad" and not plan.parameters else ()
-        moved = plan.input.array_bytes(plan.group_images) + 4 * plan.parameter_size // plan.partition.model
+        moved = plan.input.array_bytes(plan.group_images) + FLOAT * plan.parameter_size // plan.partition.model
         moved += sum(layout.array_bytes(plan.images) for layout in (plan.output, *(getattr(plan, s) for s in saved)))
         return PassPlan("direct", 2 * plan.images * self.multiply_adds(plan.input, plan.output), moved)
 
