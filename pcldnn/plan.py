@@ -114,9 +114,25 @@ class Plan:
         """Elements of a member's flat array that each of the ranks that have it owns: sums, updates and sends."""
         return shard_sizes(part_size(layer, member), layer.partition.data, self.machine.width)
 
-    def image_shares(self, count: int) -> tuple[int, ...]:
-        """Images of each rank in a step of `count` images on all ranks."""
-        return image_shares(count, self.ranks, self.pieces)
+    def step_counts(self, rank: int, count: int, total: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `total` images on all ranks, `count` of which `rank` brings.
+
+        ValueError when that is no step of this plan. Where ranks work on each other's images, the rule must hold.
+        """
+        if count > self.images or total < max(count, 1):
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total}, wanted at most {self.images} "
+                f"(prepared for a minibatch of {self.minibatch} on {self.ranks} ranks)"
+            )
+        counts = image_shares(total, self.ranks, self.pieces)
+        shared = self.pieces or any(layer.partition.model > 1 for layer in self.layers)
+        if shared and count != counts[rank]:
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total} on rank {rank} of {self.ranks}, wanted "
+                f"{counts[rank]} as grid.image_shares has it, since a layer is split or sums are exact "
+                "(partitions={'conv': Partition(ranks, 1), 'fc': Partition(ranks, 1)} splits none)"
+            )
+        return counts
 
     def description(self) -> dict[str, str]:
         """Everything that all ranks must agree upon, item by item in words."""
