@@ -152,7 +152,8 @@ def summary(ranks, order, steps):
         share = 100 * found.hidden / found.seconds if found.seconds else 100.0
         rows.append((name, f"{found.bytes / 1e6 / max(steps, 1):,.2f}", f"{a_step * found.seconds:,.2f}",
                      f"{share:.0f} %", f"{a_step * found.exposed:,.2f} ms"))  # fmt: skip
-    lines = ["communication (mean over ranks, from when the last rank was there):", *(f"  {line}" for line in align(rows, 1))]
+    lines = ["communication (mean over ranks, from when the last rank was there):"]
+    lines += [f"  {line}" for line in align(rows, 1)]
     found = overlapped(ranks)
     lines.append(f"gradients and weights: {a_step * found.seconds:,.2f} ms a step, of which compute could hide "
                  f"{a_step * found.hideable:,.2f} ms and hid {a_step * found.hidden:,.2f} ms: "
