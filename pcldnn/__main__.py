@@ -1,6 +1,10 @@
 """``python -m pcldnn``."""
 import sys
 
-from pcldnn.cli import main
+from pcldnn.communicator import guard_imports
 
-sys.exit(main())
+with guard_imports():
+    from pcldnn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -63,10 +63,12 @@ files:
   saved as safetensors: weights to start from.
   The metrics file has a JSON object a line: step, epoch, loss, images_per_s for each step (global values; steps and
   epochs count from 1) and epoch, top1, top5, count for each evaluation (shares of count, 0 to 1);
-  with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run.
+  with digests also digest and layers, SHA-256 of weights and momentum, by which python -m pcldnn replay checks a run,
+  and run, by which it tells the run from others.
 
 exit code: 0 when training came to its end or was stopped by a signal, 1 after an error (a diverged loss, a checkpoint
-that could not be written, ranks that disagree), 2 for wrong flags.
+that could not be written, ranks that disagree), 2 for what cannot be done as asked: wrong flags, values that the
+network or the plan refuses, files that cannot be opened.
 """
 
 
@@ -133,9 +135,9 @@ def _add_images(group, job):
 def _add_training(group, default):
     group.add_argument("--minibatch", type=_integer(1), metavar="N",
                        help=f"images per step over all ranks; need not divide by the ranks {default('minibatch')}")
-    group.add_argument("--epochs", type=_integer(0), metavar="N",
+    group.add_argument("--epochs", type=_integer(1), metavar="N",
                        help=f"passes over the training data {default('epochs')}")
-    group.add_argument("--steps", type=_integer(0), metavar="N", help=(
+    group.add_argument("--steps", type=_integer(1), metavar="N", help=(
         "stop after N steps in total, those before a resume included, should the epochs not end before; "
         "does not change the schedule (default: no limit)"))
     group.add_argument("--lr", type=_real(0.0), metavar="X", help=f"learning rate at the start {default('lr')}")
@@ -248,9 +250,12 @@ def parse(job, argv, communicator, prog=None):
                 stored = {name: reader.metadata[name] for name in SETTINGS if name in reader.metadata}
                 stored.update(reader.metadata.get("settings", {}))
         samples = args.samples
+        resized = [f"--{name}" for name in ("scale", "mirror", "shift") if getattr(args, name) is not None]
         fill(job, args, stored)
         if samples is not None and not args.synthetic:
             parser.error(f"--samples {samples}: that many are made up with --synthetic; other data have their own number")
+        if resized and args.synthetic:
+            parser.error(f"{', '.join(resized)}: made-up data (--synthetic) are made at the network's size")
         if not args.synthetic and args.data is None and job.digits is None:
             parser.error("--data or --synthetic is needed")
         if args.synthetic and args.data is not None:

@@ -11,6 +11,7 @@ from pcldnn.arguments import partitions
 from pcldnn.check import check
 from pcldnn.checkpoint import CheckpointError
 from pcldnn.layers import Conv2d
+from pcldnn.layers.conv import chosen_algorithm
 from pcldnn.machine import Machine, cache_sizes, threads_per_rank
 from pcldnn.mpi import mpi_information
 from pcldnn.replay import replay
@@ -23,13 +24,13 @@ NETWORKS = {
 
 
 def main(argv=None):
-    """Run a command; returns its exit code."""
+    """Run a command; returns its exit code: 2 for what cannot be done as asked, 1 for what was found to be wrong."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def _parser():
@@ -74,7 +75,8 @@ def _parser():
         "replay", help="compute steps of a recorded run again and find the first that differs",
         description="Compute steps of a run again, on one rank, from one of its checkpoints, and compare with the "
                     "digests in its metrics file: the run must have been made with --exact (or --digest-interval). "
-                    "Exit code 1 if something differs; the first step and layer are named.",
+                    "Exit code 1 if something differs, and the first step and layer are named; 2 if the metrics file "
+                    "has no digest to compare with, or is of another run.",
         epilog="example: python -m pcldnn replay scripts/train_vgg.py step100.safetensors run.jsonl --steps 20")
     replay.add_argument("script", help="the training script that made the run")
     replay.add_argument("checkpoint", help="where to start")
@@ -144,6 +146,7 @@ def _info(args):
         ("ISA", f"{_kernels.TARGET}" + (" (by PCLDNN_ISA)" if os.environ.get("PCLDNN_ISA") else "")),
         ("SIMD width", f"{_kernels.SIMD_WIDTH} floats"),
         ("targets", f"{', '.join(_kernels.targets)}" + (f" ({'; '.join(lacking)})" if lacking else "")),
+        ("convolution", chosen_algorithm(None) + (" (by PCLDNN_CONV)" if os.environ.get("PCLDNN_CONV") else "")),
         ("cores", f"{machine.cores}"),
         ("threads", f"{threads} for a single rank ({reason})"),
         ("caches", ", ".join(f"{level.upper()} {size // 1024:,} KiB" for level, size in caches.items()) or "unknown"),

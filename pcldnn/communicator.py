@@ -28,7 +28,7 @@ import numpy as np
 
 from . import launcher, mpi
 from .commthread import CommunicationThread, on_thread
-from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, wait  # noqa: F401
+from .faults import AbortOnError, Channel, CollectiveError, DisagreementError, Refusal, is_plain, wait  # noqa: F401
 from .hierarchy import Hierarchy
 from .nodes import Nodes
 from .serial import SerialCommunicator, as_texts, check_shares, check_small
@@ -86,15 +86,19 @@ def guard_imports():
 
     MPI is not started yet, and a rank that fails there, say because its CPU lacks the ISA that was asked for,
     would leave the others waiting in MPI's own start (MPICH).  So it starts MPI, too, and ends the job.
+    An ISA that cannot be had is told in one line, with exit code 2.
     """
     try:
         yield
-    except Exception:
+    except Exception as error:  # noqa: BLE001  raised again, or told
+        end = Refusal(str(error)) if is_plain(error) else error
         found = launcher.launches()
         if found and found[0].tasks > 1:
             with create() as comm, comm.abort_on_error():
-                raise
-        raise
+                raise end
+        if end is not error:
+            print(f"error: {error}", file=sys.stderr)
+        raise end
 
 
 class Communicator(SerialCommunicator):

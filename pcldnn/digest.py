@@ -1,9 +1,26 @@
-"""Digests of the state of training: equal bits on any number of ranks, for any Partition, give equal digests."""
+"""Digests of the state of training: equal bits on any number of ranks, for any Partition, give equal digests.
+
+Beside them stands what makes runs comparable at all: two with the same `run_identity` have to give the same digests.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+
+# What decides the numbers of a run, as a checkpoint's metadata name it.
+_IDENTITY = ("network", "seed", "dataset", "augment", "minibatch", "steps_per_epoch", "optimizer", "pieces")
+
+
+def run_identity(metadata: dict) -> dict:
+    """What decides the numbers of a run, of the metadata of its checkpoint; None for what they lack."""
+    return {name: metadata.get(name) for name in _IDENTITY}
+
+
+def network_digest(network) -> str:
+    """16 hexadecimal digits of SHA-256 over layers with their names, shape of the input, and loss."""
+    text = repr((network.layers, network.input_shape, network.loss))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def layer_digests(network, optimizer) -> dict[str, str]:

@@ -46,6 +46,19 @@ class CollectiveError(Exception):
     raised_on_all_ranks = True
 
 
+class Refusal(SystemExit):
+    """Ends the process with exit code 2 and a line in the place of a traceback; printed once where all ranks do it."""
+
+    plain = True
+
+    def __init__(self, text):
+        super().__init__(2)
+        self.text = text
+
+    def __str__(self):
+        return self.text
+
+
 class DisagreementError(CollectiveError, ValueError):
     """Ranks that must hold equal values do not; raised on all of them with the same text.
 
@@ -205,9 +218,12 @@ class AbortOnError:
         test, tokens = self._channel.start_leave(_exit_token(error))
         if not wait(test, timeout):
             return False
-        if error is not None and isinstance(error.code, str):
+        if error is not None:
             own = tokens[self._channel.rank]
-            if any(token == own for token in tokens[: self._channel.rank]):
+            repeated = any(token == own for token in tokens[: self._channel.rank])
+            if isinstance(error, Refusal) and not repeated:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            if isinstance(error.code, str) and repeated:
                 error.code = 1
         return True
 
@@ -273,7 +289,19 @@ def _exit_token(error):
     return int.from_bytes(hashlib.sha256(repr(error.code).encode()).digest()[:7], "little") + 1
 
 
+def is_plain(error):
+    """Whether the message says all: input is at fault, and no code that a traceback would show."""
+    return getattr(error, "plain", False)
+
+
+def in_a_line(error):
+    """Message and notes of an exception."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def _circumstance(error, thread, size):
+    if is_plain(error):
+        return ""
     if getattr(error, "raised_on_all_ranks", False):
         return f": all {size} ranks stop with this error; the job ends"
     text = "" if thread is None else f", thread {thread!r}"
@@ -293,12 +321,14 @@ def _end_at_deadline():
 
 
 def _print_report(headline, error):
-    trace = "".join(traceback.format_exception(error))
+    report = f"pcldnn: {headline}\n" + "".join(traceback.format_exception(error))
+    if is_plain(error):
+        report = f"error: {headline}: {in_a_line(error)}\n"
     unusable = (AttributeError, OSError, ValueError)  # None, broken or closed: the job must end all the same
     with contextlib.suppress(*unusable):
         sys.stdout.flush()
     with contextlib.suppress(*unusable):
-        sys.stderr.write(f"pcldnn: {headline}\n{trace}")  # one write, so that ranks do not mix within it
+        sys.stderr.write(report)  # one write, so that ranks do not mix within it
         sys.stderr.flush()
 
 

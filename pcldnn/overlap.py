@@ -6,6 +6,7 @@ Without a communication thread a command runs at once, so the schedule, and ever
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import numpy as np
@@ -15,6 +16,7 @@ from pcldnn.schedule import schedule
 from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
 
+SEEN = 1024  # exchanges whose pace counts
 FIRST, AGAIN = 3, 100  # after so many steps, and then every so many, the schedule follows the pace that was measured
 
 
@@ -24,7 +26,10 @@ def never():
 
 
 class Pace:
-    """Measures the compute behind each layer's weight gradient, up to the next one's, waits left out.
+    """Measures the compute behind each layer's weight gradient, up to the next one's, waits left out, and exchanges.
+
+    Beside compute an exchange takes longer than alone, because the thread that carries it gets less of the cores: a
+    schedule made for the bandwidth of an idle network has it carry too much, and early layers' gradients queue up.
 
     Attributes
     ----------
@@ -36,6 +41,7 @@ class Pace:
     def __init__(self):
         self.steps = 0
         self._seconds, self._counted = {}, 0
+        self._rates = collections.deque(maxlen=SEEN)  # (byte/s, byte) of the last exchanges
         self.begin()
 
     def begin(self):
@@ -59,11 +65,23 @@ class Pace:
         """Compute has stood still."""
         self._since += seconds
 
+    def carried(self, size, seconds):
+        """An exchange has moved `size` bytes from and to this rank."""
+        if size > 0:
+            self._rates.append((size / max(seconds, 1e-9), size))
+
     def take(self):
-        """layer -> mean [s] since this was last called."""
+        """layer -> mean [s] since this was last called, and the rate of the last exchanges [byte/s]; None: of none.
+
+        The rate at which half of the bytes went, or slower: an exchange that began before all ranks were there says
+        nothing of the network.
+        """
         means = {layer: seconds / max(self._counted, 1) for layer, seconds in self._seconds.items()}
         self._seconds, self._counted = {}, 0
-        return means
+        if not self._rates:
+            return means, None
+        rates, sizes = np.array(sorted(self._rates)).T
+        return means, float(rates[np.searchsorted(np.cumsum(sizes), sizes.sum() / 2)])
 
 
 class Overlap:
@@ -114,7 +132,9 @@ class Overlap:
         self._refused, self._pending = self._pending, never
         self._pace.begin()
         if self._measured is not None:
-            self._seconds, self._measured, new = self._wait(self._measured, "control"), None, True
+            self._seconds, rate = self._wait(self._measured, "control")
+            self._bandwidth = rate or self._bandwidth
+            self._measured, new = None, True
         if new:
             self._make_schedule()
         self._held = {bundle for stage in self.schedule.update for bundle in stage.gradients}
@@ -162,7 +182,7 @@ class Overlap:
         held_back = self._communicator.has_thread and self._bandwidth < float("inf")
         if held_back and (self._pace.steps == FIRST or self._pace.steps % AGAIN == 0):
             pace, function = self._pace.take(), self._communicator.broadcast
-            self._measured = self._start("broadcast", ("control",), (8 * len(pace),), True, function, pace)
+            self._measured = self._start("broadcast", ("control",), (8 * len(pace[0]) + 8,), True, function, pace)
 
     def start_sum(self, array, refuses=None):
         """Begin to add a small array over the ranks; returns a function that waits for it and gives it.
@@ -228,7 +248,10 @@ class Overlap:
                 exchanged = unit.tree(placement, spans) if self._exact else (unit.gradients, spans)
             exchanges.setdefault(placement.data, []).append(exchanged)
 
+        moved = sum(part.bytes * (1 - 1 / self._placements[part.layer].data.size) for part in bundle)
+
         def run():
+            start = clock()
             for data, parts in exchanges.items():
                 if kind == "allgather":
                     data.part_broadcast(parts)
@@ -236,6 +259,7 @@ class Overlap:
                     self._reduce_trees(data, parts)
                 else:
                     data.part_reduce(parts)
+            self._pace.carried(moved, clock() - start)
 
         layers, sizes = tuple(part.layer for part in bundle), tuple(part.bytes for part in bundle)
         return self._start(kind, layers, sizes, True, run)

@@ -15,6 +15,7 @@ from pcldnn import optim
 from pcldnn.arguments import parse
 from pcldnn.checkpoint import Reader
 from pcldnn.communicator import SerialCommunicator
+from pcldnn.digest import run_identity
 from pcldnn.script import open_data, schedule
 from pcldnn.train import Trainer
 
@@ -48,8 +49,8 @@ class Comparison:
         return f"step {self.step} differs, first in layer {self.layers[0]} (all that differ: {layers})"
 
 
-def recorded_digests(metrics, after: int) -> dict[int, dict[str, str]]:
-    """Digests of layers in a metrics file, by step, of the steps behind step `after`."""
+def recorded_digests(metrics, after: int) -> dict[int, dict]:
+    """Records with digests in a metrics file, by step, of the steps behind step `after`."""
     found = {}
     with open(metrics, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -58,8 +59,21 @@ def recorded_digests(metrics, after: int) -> dict[int, dict[str, str]]:
             except ValueError:
                 raise ValueError(f"metrics: line {number} of {str(metrics)!r} is not JSON") from None
             if record.get("step", 0) > after and "layers" in record:
-                found[record["step"]] = record["layers"]
+                found[record["step"]] = record
     return found
+
+
+def _check_same_run(checkpoint, metadata, metrics, wanted):
+    """Refuse records of a run that has to differ. A resumed run goes on with the identity, unless settings changed."""
+    here = run_identity(metadata)
+    for step, record in wanted.items():
+        there = record.get("run", {})
+        different = [f"{name} {there.get(name)} (checkpoint: {here[name]})" for name in here
+                     if there.get(name) != here[name]]  # fmt: skip
+        if different:
+            raise ValueError(f"metrics: step {step} in {str(metrics)!r} is not of the run of checkpoint "
+                             f"{str(checkpoint)!r}: {'; '.join(different)}. Wanted the metrics file that was written "
+                             "beside the checkpoint, and the settings unchanged since (--steps N looks no further)")  # fmt: skip
 
 
 def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | None = None) -> Comparison:
@@ -77,7 +91,8 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     Raises
     ------
     ValueError
-        When there is no digest to compare with.
+        When there is no digest to compare with, or those in `metrics` are of a run with another seed, network, data,
+        ... than that of the checkpoint.
     """
     communicator = SerialCommunicator()
     with Reader(checkpoint) as reader:
@@ -85,10 +100,11 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     start = metadata.get("step", 0)
     wanted = recorded_digests(metrics, start)
     if steps is not None:
-        wanted = {step: layers for step, layers in wanted.items() if step <= start + steps}
+        wanted = {step: record for step, record in wanted.items() if step <= start + steps}
     if not wanted:
         raise ValueError(f"metrics: {str(metrics)!r} has no digest of a step behind step {start}, where the checkpoint "
                          "was written; digests are written with --exact or --digest-interval")  # fmt: skip
+    _check_same_run(checkpoint, metadata, metrics, wanted)
     args = parse(job, ["--resume", str(checkpoint), "--single-process"], communicator, prog="replay")
     args.steps = metadata["steps_per_epoch"]  # the length of made-up data goes by it
     train, _ = open_data(job, args)
@@ -103,7 +119,7 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
         step = record.get("step")
         if step in wanted:
             got = record["layers"]
-            differing = tuple(name for name in got if got[name] != wanted[step].get(name))
+            differing = tuple(name for name in got if got[name] != wanted[step]["layers"].get(name))
             found.append(Comparison(start + 1, step, len(found) + 1, step if differing else None, differing))
             if differing:
                 trainer.request_stop(str(found[-1]))

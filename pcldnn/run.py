@@ -28,7 +28,7 @@ from pcldnn.checkpoint import (
     save_collective,
 )
 from pcldnn.data import Loader, check_class_map
-from pcldnn.digest import layer_digests, total_digest
+from pcldnn.digest import layer_digests, network_digest, run_identity, total_digest
 from pcldnn.evaluation import Evaluation, evaluate
 from pcldnn.faults import CollectiveError
 from pcldnn.plan_table import format_algorithms
@@ -217,7 +217,7 @@ class Run:
         if self.digest_interval and (self.step % self.digest_interval == 0 or self.step == self.last_step):
             layers = layer_digests(self.network, self.optimizer)
             self.communicator.agree({f"weights of layer {name}": digest for name, digest in layers.items()})
-            record.update(digest=total_digest(layers), layers=layers)
+            record.update(digest=total_digest(layers), layers=layers, run=run_identity(self._metadata()))
         self.report.step(record, batch.global_count)
         if self.callback is not None:
             self.callback(record)
@@ -268,6 +268,8 @@ class Run:
                 "steps_per_epoch": self.steps_per_epoch, "epochs": self.epochs, "minibatch": self.minibatch,
                 "seed": self.network.seed, "optimizer": self.optimizer.description(),
                 "class_names": list(self.train.class_names), "dataset": self.train.fingerprint(),
+                "augment": repr(self.loader_options.get("augment") or self.train.augment),
+                "network": network_digest(self.network),
                 "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
                 "pieces": self.network.prepared.pieces, "algorithms": self.network.prepared.algorithms,
                 "tuned": self.network.prepared.tuned, "settings": self.settings}

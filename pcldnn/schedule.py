@@ -7,7 +7,8 @@ all there is to decide:
 (b) Large arrays go in pieces of `PIECE`. When the network is slower than compute, pieces of a large layer at the end
     of the network (FC6) are held back, so that those of an early layer, which the next forward pass needs first, are
     not stuck behind them: at each point no more is submitted than the network is expected to carry until the next.
-    How long that is comes from the first steps, on rank 0; before, from what the CPU can do at best.
+    How long that is, and what the network carries beside compute, comes from the first steps, on rank 0; before, from
+    what the CPU can do at best and the network alone.
 (c) In the update, from the first layer to the last: what was held back of a layer's gradients, the update of its
     shard, its new weights. The next forward pass runs meanwhile, and waits for a layer only where it comes to it.
     What the network can carry beyond that are updates and new weights, of layers behind the one that computes: nobody

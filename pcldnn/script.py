@@ -3,15 +3,17 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 
 from pcldnn import __version__, _kernels, optim
 from pcldnn.arguments import parse, settings_of
+from pcldnn.checkpoint import CollectiveCheckpointError
 from pcldnn.communicator import LaunchError, create
-from pcldnn.data import open_dataset, open_synthetic
-from pcldnn.faults import CollectiveError
+from pcldnn.data import DataError, open_dataset, open_synthetic
+from pcldnn.faults import CollectiveError, in_a_line
 from pcldnn.launcher import copies_warning
 from pcldnn.machine import reserved_cores, threads_per_rank
-from pcldnn.train import Trainer
+from pcldnn.train import OutputError, Trainer
 
 
 class UsageError(CollectiveError):
@@ -34,6 +36,7 @@ def main(job, argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     alone = "--single-process" in argv
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
     warning = copies_warning() if alone else None
     if warning:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -48,6 +51,11 @@ def main(job, argv=None):
         except CollectiveError as error:
             if communicator.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError | CollectiveCheckpointError | OutputError) else 1
+        except DataError as error:      # of one rank: `abort_on_error` tells it and ends the others
+            if communicator.size > 1 or not error.plain:
+                raise
+            print(f"error: {in_a_line(error)}", file=sys.stderr)
             return 1
 
 

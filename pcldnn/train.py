@@ -74,7 +74,8 @@ class Trainer:
             Steps between printed lines.
         digest_interval : int, optional
             Steps between records with `digest`, the SHA-256 of all weights and momentum, and `layers`, that of each
-            layer, by which `replay` finds where two runs part. Default: in exact mode `DIGEST_INTERVAL`, else never.
+            layer, by which `replay` finds where two runs part, and `run`, what decides the numbers of this one (seed,
+            network, data, ...). Default: `run.DIGEST_INTERVAL` in exact mode, else never.
         verbose : bool
             Rank 0 prints lines, and a bar if standard error is a terminal (`progress_bar` overrides that).
         callback : callable, optional

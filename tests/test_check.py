@@ -82,7 +82,7 @@ def test_the_screen(capsys):
     ("1 2 3 3 4 1 1 --stride 0", "stride"), ("1 2 3 3 4 1 1 --threads 0", "threads"),
 ])
 def test_what_cannot_be_is_one_line(capsys, arguments, text):
-    assert cli.main(["check", *arguments.split()]) == 1
+    assert cli.main(["check", *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and text in captured.err and captured.err.count("\n") == 1
 

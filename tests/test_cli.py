@@ -20,6 +20,12 @@ def test_info_names_what_a_bug_report_needs(capsys):
     assert {"pcldnn", "targets", "caches", "MPI", "mpi4py"} <= set(lines)
 
 
+def test_info_refuses_what_training_refuses(capsys, monkeypatch):
+    monkeypatch.setenv("PCLDNN_CONV", "fft")
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr() == ("", "error: PCLDNN_CONV: got 'fft', wanted one of auto, direct, winograd\n")
+
+
 def test_info_without_mpi_says_what_to_install():
     code = ("import sys; sys.modules['mpi4py'] = None; from pcldnn.cli import main; sys.exit(main(['info']))")
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
@@ -53,8 +59,8 @@ def test_plan_with_blocking(capsys, monkeypatch):
     (["vgg_a", "--image-size", "16"], "features."), (["vgg_a", "--minibatch", "0"], "minibatch"),
     (["cd_dnn", "--image-size", "16"], "--image-size")])
 def test_what_cannot_be_is_one_line(capsys, arguments, text):
-    """A6: the layer and the numbers, exit code 1, no traceback."""
-    assert cli.main(["plan", *arguments]) == 1
+    """A6: the layer and the numbers, exit code 2, no traceback."""
+    assert cli.main(["plan", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and text in captured.err and captured.err.count("\n") == 1
 

@@ -206,7 +206,15 @@ def test_the_pace_leaves_out_refused_steps(monkeypatch):
             pace.mark(layer)
             now += 2
         now += 100
-    assert pace.steps == 3 and pace.take() == {"b": 2, "a": 2}
+    assert pace.steps == 3 and pace.take() == ({"b": 2, "a": 2}, None)
+
+
+def test_the_pace_of_exchanges_is_that_of_most_bytes():
+    """Neither one that waited for a late rank nor many small ones make the network slow."""
+    pace = overlap.Pace()
+    for size, seconds in (4e6, 0.04), (4e6, 0.9), (4e6, 0.038), *[(1e3, 0.001)] * 20, (0, 0.0):
+        pace.carried(size, seconds)
+    assert pace.take()[1] == 4e6 / 0.04
 
 
 def test_a_program_that_closes_nothing_ends(run_mpi):

@@ -77,6 +77,40 @@ def test_one_bit_is_found(recorded, capsys, tmp_path):
     assert said.out.startswith("step 4 differs"), said
 
 
+@pytest.mark.parametrize("flags, words", [
+    (["--seed", "1", "--lr", "0.02"], ["seed 1 (checkpoint: 0)", "optimizer", "'lr': 0.02"]),
+    (["--data", "other"], ["dataset"])])
+def test_metrics_of_another_run_are_refused(recorded, run_mpi, capsys, tmp_path, flags, words):
+    start, _ = recorded
+    other, data = tmp_path / "other.npz", start.parent / "data.npz"
+    arrays = dict(np.load(data))
+    np.savez(other, images=arrays["images"] + 1, labels=arrays["labels"])
+    run_mpi(1, [*RUN, "--data", data, "--steps", "4", "--metrics", tmp_path / "m.jsonl",
+                *(other if flag == "other" else flag for flag in flags)])  # fmt: skip
+    code, said = replayed(capsys, start, tmp_path / "m.jsonl")
+    assert (code, said.out) == (2, "") and "step 4" in said.err, said
+    for word in [*words, str(start), "m.jsonl"]:
+        assert word in said.err, said
+    assert said.err.count(" (checkpoint: ") == len(flags) // 2, said
+
+
+def test_metrics_of_another_network_are_refused(recorded, capsys, tmp_path):
+    """As a script of the same name with another layer would write them."""
+    from pcldnn import models
+    from pcldnn.digest import network_digest, run_identity
+
+    start, metrics = recorded
+    metadata = load(start)[1]
+    assert metadata["network"] == network_digest(models.cd_dnn(12, (16, 16), 5, seed=7))
+    changed = {**metadata, "network": network_digest(models.cd_dnn(12, (16, 17), 5))}
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[-1]["run"] = run_identity(changed)
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = replayed(capsys, start, tmp_path / "m.jsonl")
+    assert code == 2 and "step 6" in said.err and said.err.count(" (checkpoint: ") == 1 and "network" in said.err, said
+    assert replayed(capsys, start, tmp_path / "m.jsonl", "--steps", "2")[0] == 0      # up to there it is the same run
+
+
 @pytest.mark.parametrize("which", ["no digest", "no checkpoint", "no script"])
 def test_what_cannot_be_replayed(recorded, capsys, tmp_path, which):
     start, metrics = recorded
@@ -86,7 +120,7 @@ def test_what_cannot_be_replayed(recorded, capsys, tmp_path, which):
     elif which == "no checkpoint":
         start = tmp_path / "none.safetensors"
     script = "tests/cases.py" if which == "no script" else SCRIPT
-    assert cli.main(["replay", script, str(start), str(metrics)]) == 1
+    assert cli.main(["replay", script, str(start), str(metrics)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert {"no digest": "no digest", "no checkpoint": "none.safetensors", "no script": "JOB"}[which] in error

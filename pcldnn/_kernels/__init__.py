@@ -19,10 +19,17 @@ import platform
 from pcldnn._kernels import reference
 from pcldnn._kernels.isa import ISAS
 
+
+class TargetError(ImportError):
+    """No kernels, or not those that were asked for; `plain`: command lines tell it without a traceback."""
+
+    plain = True
+
+
 try:
     from pcldnn._kernels import cpu
 except ImportError as error:
-    raise ImportError(
+    raise TargetError(
         f"pcldnn's kernels are not built ({error}). Install the package (pip install .) or, in a checkout, build in "
         "place: python setup.py build_ext --inplace"
     ) from error
@@ -54,7 +61,7 @@ def _choose(wanted):
     if wanted in targets:
         return wanted
     reason = _missing.get(wanted, "no such target")
-    raise ImportError(f"PCLDNN_ISA={wanted}: {reason}; targets that run here: {', '.join(targets)}")
+    raise TargetError(f"PCLDNN_ISA={wanted}: {reason}; targets that run here: {', '.join(targets)}")
 
 
 targets, _missing = _load_targets()

@@ -22,6 +22,11 @@ class DataError(ValueError):
         where = f"sample {index} ({path})" if index is not None else str(path)
         super().__init__(f"{where}: {self.reason}")
 
+    @property
+    def plain(self):
+        """Whether the message says all (`faults.is_plain`): no unexpected exception is behind it."""
+        return self.__cause__ is None or isinstance(self.__cause__, DataError)
+
     def __reduce__(self):  # exceptions travel between ranks pickled; args alone would lose path and index
         return type(self), (self.reason, self.path, self.index)
 

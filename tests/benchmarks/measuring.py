@@ -12,6 +12,7 @@ from pcldnn import _kernels, machine
 LONG = 2.0  # [s] a call from here on gets few rounds
 VERY_LONG = 15.0  # [s] and from here on one
 SLEEP = 0.01  # [s] longer than threads of OpenMP spin before they sleep
+QUIET, ENOUGH = 0.95, 3  # share of the peak that the register tile reaches on quiet cores; quiet rounds for a median
 
 RESULTS = {}  # `extra_info` of the rows of this run, by group and target: for the summary at its end
 
@@ -58,6 +59,15 @@ class Rates:
     def tile_share(self) -> float:
         """What a register tile fed from L1 reached of the peak during this row."""
         return statistics.median(self._samples[1]) / self.peak
+
+    def quiet(self, times) -> list[float]:
+        """Those of a row's rounds before and after which the register tile ran at nearly the peak.
+
+        So nobody else was on the cores then. Nothing but the tile decides which rounds these are.
+        """
+        least = QUIET * self.peak
+        around = zip(times, self._samples[1], self._samples[1][1:], strict=False)  # with two samples it is one round
+        return [seconds for seconds, before, after in around if min(before, after) >= least]
 
     @property
     def triad(self) -> float:
@@ -117,9 +127,10 @@ def summary() -> list[str]:
             else:
                 reached = f"{info['bytes_per_s'] / 1e9:.1f} GB/s"
             share = info["peak_share"] if info["flop"] else info["triad_share"]
+            quiet = f" ({info['quiet_share']:.0%} quiet)" if info["flop"] and "quiet_share" in info else ""
             who = f"{info['target']} winograd" if info["algorithm"] == "winograd" else info["target"]
-            cells.append(f"{who} {reached} {share:.0%}")
-        lines.append(f"{group:<36} " + "".join(f"{cell:<34}" for cell in cells).rstrip())
+            cells.append(f"{who} {reached} {share:.0%}{quiet}")
+        lines.append(f"{group:<36} " + "".join(f"{cell:<46}" for cell in cells).rstrip())
     return lines
 
 
@@ -145,6 +156,11 @@ def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=No
         gflops=flop / median / 1e9, peak_share=flop / median / rates.peak, peak_gflops=rates.peak / 1e9,
         tile_share=rates.tile_share,
     )
+    quiet = rates.quiet(benchmark.stats.stats.data)
+    benchmark.extra_info["quiet_rounds"] = len(quiet)
+    if len(quiet) >= ENOUGH:
+        benchmark.extra_info["quiet_gflops"] = flop / statistics.median(quiet) / 1e9
+        benchmark.extra_info["quiet_share"] = flop / statistics.median(quiet) / rates.peak
     if moved is not None:
         triad = rates.triad
         benchmark.extra_info.update(
