@@ -17,7 +17,8 @@ from math import ceil
 from typing import NamedTuple
 
 from pcldnn import winograd_blocking as winograd
-from pcldnn.blocking import FLOAT, ConvBlocking, ConvShape, LinearBlocking, WeightGradBlocking, equal_sizes
+from pcldnn.blocking import ConvBlocking, ConvShape, LinearBlocking, WeightGradBlocking, equal_sizes
+from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
 

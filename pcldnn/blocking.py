@@ -19,9 +19,9 @@ from itertools import pairwise, product
 from math import ceil
 from typing import NamedTuple
 
+from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
-FLOAT = 4  # [byte]
 FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
 # Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3:
 TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1

@@ -13,10 +13,12 @@ from statistics import median
 import numpy as np
 
 from pcldnn.layers import Conv2d
-from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit
-from pcldnn.layout import Layout, aligned_zeros, block, unblock
+from pcldnn.layers.base import PASSES, LayerPlan, Memory, Unit
+from pcldnn.layout import Layout, block, unblock
 from pcldnn.machine import Machine, measure_bandwidth, measure_flops
-from pcldnn.plan import align, format_blocking, input_layout
+from pcldnn.plan import input_layout
+from pcldnn.plan_table import format_blocking
+from pcldnn.text import align
 
 # Largest error that passes, as a share of the largest output. Direct sums may be of any length: with 1.6 million terms,
 # as of a weight gradient, they are off by 2e-5 when added one after the other (docs/numerics.md).
@@ -103,22 +105,16 @@ def _result(plan: LayerPlan, name: str, chosen: bool, arrays, right: _Right, thr
     """Run a pass once to be compared, then again to be timed."""
     x, weight, dy = arrays
     made = getattr(plan, name)
-    scratch = aligned_zeros(made.scratch)
-    output, input_grad, gradients = (
-        aligned_zeros(size)
-        for size in (plan.output.array_shape(len(x)), plan.input.array_shape(len(x)), plan.parameter_size)
-    )
-    for array in (scratch, output, input_grad, gradients):
-        array[...] = np.nan  # what is not written cannot pass
-    parameters = aligned_zeros(plan.parameter_size)
-    plan.to_flat({"weight": weight}, parameters)
-    unit = Unit(plan, Memory(output, input_grad, parameters, gradients, {name: scratch}), threads)
-    blocked_x, blocked_dy = block(x, plan.input, num_threads=threads), block(dy, plan.output, num_threads=threads)
-    unit.x = blocked_x
-    call, got = {
-        "forward": (lambda: unit.forward(blocked_x, StepContext()), lambda: unblock(output, plan.output)),
-        "weight_grad": (lambda: unit.weight_grad(blocked_dy), lambda: plan.from_flat(gradients)["weight"]),
-        "input_grad": (lambda: unit.input_grad(blocked_dy), lambda: unblock(input_grad, plan.input)),
+    memory = Memory.alone(plan, len(x))
+    for array in (memory.output, memory.input_grad, memory.gradients, memory.scratch[name]):
+        array.fill(np.nan)  # what is not written cannot pass
+    plan.to_flat({"weight": weight}, memory.parameters)
+    blocked = block(x, plan.input, num_threads=threads), block(dy, plan.output, num_threads=threads)
+    call = Unit(plan, memory, threads).call(name, *blocked)
+    got = {
+        "forward": lambda: unblock(memory.output, plan.output),
+        "weight_grad": lambda: plan.from_flat(memory.gradients)["weight"],
+        "input_grad": lambda: unblock(memory.input_grad, plan.input),
     }[name]
     call()
     error = right.error(got())

@@ -17,6 +17,7 @@ import numpy as np
 
 from pcldnn import _kernels as kernels
 
+FLOAT = 4  # [byte]
 ALIGNMENT = 64  # [byte] a cache line of every CPU we build for; also the width of the widest vector
 UNPADDED_CHANNELS = 4  # an image with at most so many channels enters the network without padded lanes
 
@@ -85,7 +86,7 @@ class Layout:
 
     def array_bytes(self, images: int) -> int:
         """Size [byte] of that array."""
-        return 4 * images * self.padded_features
+        return FLOAT * images * self.padded_features
 
     def flattened(self) -> Layout:
         """The same memory, seen as one vector an image."""
@@ -94,7 +95,7 @@ class Layout:
 
 def aligned_zeros(shape: int | tuple[int, ...]) -> np.ndarray:
     """A float32 array of zeros that starts on a cache line (NumPy alone promises 16 bytes only)."""
-    size = 4 * (prod(shape) if isinstance(shape, tuple) else shape)
+    size = FLOAT * (prod(shape) if isinstance(shape, tuple) else shape)
     memory = np.zeros(size + ALIGNMENT, np.uint8)  # zero pages of the system: nothing is touched yet
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(np.float32).reshape(shape)

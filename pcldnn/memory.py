@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from pcldnn.grid import grid_arrays
 from pcldnn.layers.base import PASSES, LayerPlan
-from pcldnn.layout import ALIGNMENT
-
-FLOAT = 4  # [byte]
+from pcldnn.layout import ALIGNMENT, FLOAT
 
 
 @dataclass(frozen=True)

@@ -291,29 +291,11 @@ class Network:
         labels = as_integers(labels, "labels", count)
         sample_ids = np.arange(count) if sample_ids is None else as_integers(sample_ids, "sample_ids", count)
         total = max(count, 1) if global_count is None else global_count
-        if count > running.images or total < max(count, 1):
-            raise ValueError(
-                f"images: got {count} in a step of global_count {total}, wanted at most {running.images} "
-                f"(prepared for a minibatch of {running.minibatch} on {running.ranks} ranks)"
-            )
-        counts = self._image_counts(count, total)
+        counts = running.step_counts(self.communicator.rank, count, total)
         pieces = shares(total, running.pieces) if running.pieces else ()
         step = StepContext(True, self.seed, epoch, sample_ids, counts, pieces)
         scores, self.piece_losses = passes.forward_loss(images, labels, self.loss, 1 / total, step)
         return float(self.piece_losses.sum()), scores
-
-    def _image_counts(self, count: int, total: int) -> tuple[int, ...]:
-        """Images of each rank in a step of `total`. Where ranks work on each other's images, the rule must hold."""
-        running = self.prepared
-        counts = running.image_shares(total)
-        wanted = counts[self.communicator.rank]
-        if (self.is_split or running.pieces) and count != wanted:
-            raise ValueError(
-                f"images: got {count} in a step of global_count {total} on rank {self.communicator.rank} of "
-                f"{running.ranks}, wanted {wanted} as grid.image_shares has it, since a layer is split or sums are "
-                "exact (partitions={'conv': Partition(ranks, 1), 'fc': Partition(ranks, 1)} splits none)"
-            )
-        return counts
 
     def backward(self, optimizer=None, epoch: float = 0.0) -> None:
         """Gradients of the step that `forward_loss` began; each is sent to its owners as it gets ready. Collective.

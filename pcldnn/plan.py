@@ -12,24 +12,21 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pcldnn.balance import bound_by
 from pcldnn.grid import (
     activation_messages,
     check_exact,
     choose_partition,
     image_shares,
-    nicknames,
     part_size,
     resolve_partitions,
 )
 from pcldnn.layers.base import PASSES, Layer, LayerPlan
 from pcldnn.layers.conv import chosen_algorithm
-from pcldnn.layout import UNPADDED_CHANNELS, Layout
+from pcldnn.layout import FLOAT, UNPADDED_CHANNELS, Layout
 from pcldnn.machine import Machine
 from pcldnn.memory import Buffer, plan_buffers
 from pcldnn.partition import Partition, shard_sizes
-
-FLOAT = 4  # [byte]
+from pcldnn.plan_table import blocking_table, plan_table
 
 
 @dataclass(frozen=True)
@@ -117,9 +114,25 @@ class Plan:
         """Elements of a member's flat array that each of the ranks that have it owns: sums, updates and sends."""
         return shard_sizes(part_size(layer, member), layer.partition.data, self.machine.width)
 
-    def image_shares(self, count: int) -> tuple[int, ...]:
-        """Images of each rank in a step of `count` images on all ranks."""
-        return image_shares(count, self.ranks, self.pieces)
+    def step_counts(self, rank: int, count: int, total: int) -> tuple[int, ...]:
+        """Images of each rank in a step of `total` images on all ranks, `count` of which `rank` brings.
+
+        ValueError when that is no step of this plan. Where ranks work on each other's images, the rule must hold.
+        """
+        if count > self.images or total < max(count, 1):
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total}, wanted at most {self.images} "
+                f"(prepared for a minibatch of {self.minibatch} on {self.ranks} ranks)"
+            )
+        counts = image_shares(total, self.ranks, self.pieces)
+        shared = self.pieces or any(layer.partition.model > 1 for layer in self.layers)
+        if shared and count != counts[rank]:
+            raise ValueError(
+                f"images: got {count} in a step of global_count {total} on rank {rank} of {self.ranks}, wanted "
+                f"{counts[rank]} as grid.image_shares has it, since a layer is split or sums are exact "
+                "(partitions={'conv': Partition(ranks, 1), 'fc': Partition(ranks, 1)} splits none)"
+            )
+        return counts
 
     def description(self) -> dict[str, str]:
         """Everything that all ranks must agree upon, item by item in words."""
@@ -150,10 +163,10 @@ class Plan:
 
         The machine must have rates (`Machine.measured`).
         """
-        return _blocking_table(self)
+        return blocking_table(self)
 
     def __str__(self) -> str:
-        return _table(self)
+        return plan_table(self)
 
 
 # --- making a plan ----------------------------------------------------------------------------------------------
@@ -300,110 +313,3 @@ def _messages(layers: list[LayerPlan], minibatch: int, vector: int) -> tuple[Mes
         order += [("add_input_grads", layer, kinds["add_input_grads"])] if kinds and layer.input_grad else []
     order += [("allgather", layer, owned[layer.name]) for layer in exchanged]
     return tuple(Message(kind, layer.index, layer.name, sizes) for kind, layer, sizes in order)
-
-
-# --- the table --------------------------------------------------------------------------------------------------
-
-
-def format_bytes(count: float) -> str:
-    """1536 as "1.5 kB", in powers of 1000."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
-
-
-def _table(plan: Plan) -> str:
-    own = {buffer.roles[0]: buffer for buffer in plan.buffers}
-    named = {layer.name: layer.layer for layer in plan.layers}
-    short = {names[0]: f" ({key})" for key, names in nicknames(named.items()).items()
-             if key not in ("conv", "fc", *named)}
-    rows = [("layer", "kind", "grid", "output", "algorithm", "parameters", "Mflop/image", "output memory")]
-    rows.append(("input", "", "", _shape(plan.input), "", "", "", format_bytes(plan.input.array_bytes(plan.images))))
-    for layer in plan.layers:
-        buffer = own.get((layer.name, "output"))
-        flop = layer.forward.flop / plan.images
-        rows.append((
-            layer.name + short.get(layer.name, ""), str(layer), str(layer.partition) if layer.parameters else "",
-            _shape(layer.output), _algorithms(layer),
-            f"{layer.parameter_count:,}" if layer.parameters else "",
-            f"{flop / 1e6:,.2f}" if flop else "",
-            format_bytes(FLOAT * buffer.size) if buffer else "in place",
-        ))  # fmt: skip
-    rows.append(("total", "", "", "", "", f"{plan.parameter_count:,}", f"{plan.flop('forward') / 1e6:,.2f}", ""))
-    lines = align(rows, 5)
-    rule = "-" * max(map(len, lines))
-    lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
-    machine = f"{plan.machine.target} (SIMD width {plan.machine.width})"
-    doing = "training" if plan.training else "inference"
-    lines.insert(0, (
-        f"{doing}, minibatch {plan.minibatch}, {plan.ranks} rank{'s' * (plan.ranks > 1)} with at most {plan.images} "
-        f"images and {plan.threads} thread{'s' * (plan.threads > 1)}, {machine}"
-    ))  # fmt: skip
-    if plan.training:
-        lines.append(f"work of a training step: {plan.flop() / 1e9:,.3f} Gflop an image")
-        sent = sum(message.bytes for message in plan.messages)
-        if plan.pieces:
-            lines.append(f"exact mode: sums are trees over {plan.pieces} pieces of the minibatch, whatever the ranks")
-        lines.append(f"messages of a step: {len(plan.messages)}, of arrays of {format_bytes(sent)} in total")
-    memory = plan.memory
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
-    lines.append(f"memory of a rank: {format_bytes(sum(memory.values()))} ({parts})")
-    return "\n".join(lines)
-
-
-def align(rows, left: int) -> list[str]:
-    """Rows of cells as lines; the first `left` columns begin together, the others end together."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    ]
-
-
-def format_blocking(blocking) -> str:
-    """"c_blocks 4, rows 9": the fields of a blocking, of yes and no those that are yes."""
-    fields = blocking._asdict().items()
-    return ", ".join(name if value is True else f"{name} {value}" for name, value in fields if value is not False)
-
-
-def _blocking_table(plan: Plan) -> str:
-    machine = plan.machine
-    if machine.balance is None:
-        raise ValueError(f"machine: got {machine.name!r} without rates, wanted one with flops and memory_bandwidth")
-    rows = [("layer", "kind", "pass", "algorithm", "blocking", "bytes/flop", "at least", "bound by")]
-    for layer in plan.layers:
-        for name in PASSES:
-            made = getattr(layer, name)
-            if made and made.blocking and made.flop:
-                rows.append((
-                    layer.name, str(layer), name, made.algorithm, format_blocking(made.blocking),
-                    f"{made.traffic / made.flop:.4f}", f"{made.bytes / made.flop:.4f}",
-                    bound_by(made.traffic, made.flop / made.saving, machine.balance),
-                ))  # fmt: skip
-    lines = align(rows, 5)
-    caches = ", ".join(f"{level.upper()} {getattr(machine, level) // 1024:,} KiB" for level in ("l1", "l2", "l3"))
-    threads = f"{plan.threads} thread{'s' * (plan.threads > 1)}"
-    rates = f"{machine.memory_bandwidth / 1e9:.1f} GB/s over {machine.cores} x {machine.flops / 1e9:.1f} Gflop/s"
-    head = [
-        f"blocking for {plan.images} images and {threads}, {machine.target}, {caches}",
-        f"balance of the machine: {rates} = {machine.balance:.4f} bytes/flop",
-    ]
-    return "\n".join([*head, lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-def format_algorithms(algorithms: dict[str, str]) -> str:
-    """"winograd", or where passes differ all of them in the order forward/weight_grad/input_grad."""
-    made = list(algorithms.values())
-    return made[0] if len(set(made)) == 1 else "/".join(made)
-
-
-def _algorithms(layer: LayerPlan) -> str:
-    if not layer.forward.flop:
-        return ""
-    return format_algorithms(layer.algorithms) + (" (tuned)" if layer.tuned else "")
-
-
-def _shape(layout: Layout) -> str:
-    return "x".join(map(str, layout.logical_shape))

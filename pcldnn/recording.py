@@ -5,6 +5,7 @@ import contextlib
 from pcldnn import trace, traffic
 from pcldnn.layers.base import PASSES
 from pcldnn.machine import measure_flops
+from pcldnn.text import align
 from pcldnn.trace import LIMIT, STEP, WAIT, Trace
 
 
@@ -125,15 +126,12 @@ def profile_table(plan, totals, peak):
         ))  # fmt: skip
     waited = sum(total[1] for (kind, _), total in totals.items() if kind == WAIT)
     left = max(step_seconds - known - waited, 0.0)
-    for name, seconds in (("waiting for other ranks", waited), ("outside kernels", left), ("step", step_seconds)):
+    rate = sum(total[3] for total in totals.values()) / step_seconds
+    for name, seconds, rates in (
+        ("waiting for other ranks", waited, ("", "")), ("outside kernels", left, ("", "")),
+        ("step", step_seconds, (f"{rate / 1e9:,.1f}", f"{100 * rate / peak:.0f} %")),
+    ):  # fmt: skip
         share = f"{100 * seconds / step_seconds:.1f} %"
-        rows.append((name, "", f"{1e3 * seconds / steps:,.2f}", share, "", "", ""))
-    flop = sum(total[3] for total in totals.values())
-    last = [*rows[-1][:4], f"{flop / step_seconds / 1e9:,.1f}", f"{100 * flop / step_seconds / peak:.0f} %", ""]
-    widths = [max(map(len, column)) for column in zip(*rows)]
+        rows.append((name, "", f"{1e3 * seconds / steps:,.2f}", share, *rates, ""))
     title = f"profile of the last {steps} steps on this rank, peak of its {plan.threads} threads"
-    lines = [f"{title} {peak / 1e9:,.0f} Gflop/s:"]
-    for row in [*rows[:-1], last]:
-        cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
+    return [f"{title} {peak / 1e9:,.0f} Gflop/s:", *(f"  {line}" for line in align(rows, 2))]

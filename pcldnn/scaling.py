@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-FLOAT = 4  # [byte]
+from pcldnn.layout import FLOAT
 
 # What a network could send while an exchange is being started: 10 microseconds at 10 GB/s. It keeps small layers from
 # sending many small messages to save few bytes. Only its order of magnitude matters.

@@ -19,6 +19,7 @@ import bisect
 import collections
 from typing import NamedTuple
 
+from pcldnn.text import align
 from pcldnn.trace import COMPUTE, WAIT
 
 WITH_WINDOW = ("reduce_scatter", "allgather")  # of gradients and of weights
@@ -151,7 +152,8 @@ def summary(ranks, order, steps):
         share = 100 * found.hidden / found.seconds if found.seconds else 100.0
         rows.append((name, f"{found.bytes / 1e6 / max(steps, 1):,.2f}", f"{a_step * found.seconds:,.2f}",
                      f"{share:.0f} %", f"{a_step * found.exposed:,.2f} ms"))  # fmt: skip
-    lines = ["communication (mean over ranks, from when the last rank was there):", *_table(rows)]
+    lines = ["communication (mean over ranks, from when the last rank was there):"]
+    lines += [f"  {line}" for line in align(rows, 1)]
     found = overlapped(ranks)
     lines.append(f"gradients and weights: {a_step * found.seconds:,.2f} ms a step, of which compute could hide "
                  f"{a_step * found.hideable:,.2f} ms and hid {a_step * found.hidden:,.2f} ms: "
@@ -178,13 +180,6 @@ def _spans(found):
     begin = max(start for start, _, _ in found.values())
     for _, event, each in found.values():
         yield each, event, (min(max(begin - each.offset, event.start), event.stop), event.stop)
-
-
-def _table(rows):
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        yield "  " + "  ".join(cells)
 
 
 def _union(events):

@@ -15,7 +15,7 @@ import numpy as np
 
 from pcldnn import _kernels as kernels
 from pcldnn.grid import member_part
-from pcldnn.layers.base import PASSES, LayerPlan, Memory, StepContext, Unit
+from pcldnn.layers.base import PASSES, LayerPlan, Memory, Unit
 from pcldnn.layout import aligned_zeros
 from pcldnn.plan import Plan
 
@@ -88,21 +88,8 @@ def _best(call: Callable[[], object]) -> float:
 def _call(layer: LayerPlan, pass_name: str, threads: int) -> Callable[[], object]:
     """The pass as a Unit makes it in a step, on memory of its own; of a layer on a grid, a member's part of it."""
     layer = member_part(layer, 0)
-    x, dy = (_ones(layout.array_shape(layer.group_images)) for layout in (layer.input, layer.output))
-    memory = Memory(
-        output=_ones(dy.shape), input_grad=aligned_zeros(x.shape), parameters=_ones((layer.parameter_size,)),
-        gradients=aligned_zeros(layer.parameter_size),
-        scratch={pass_name: aligned_zeros(getattr(layer, pass_name).scratch)},
-    )  # fmt: skip
-    unit = Unit(layer, memory, threads)
-    if pass_name == "forward":
-        return lambda: unit.forward(x, StepContext())
-    unit.x, unit.y = x, memory.output
-    return lambda: getattr(unit, pass_name)(dy)
-
-
-def _ones(shape) -> np.ndarray:
-    """Written memory: pages that nobody has written are one page of zeros, which stays in cache."""
-    array = aligned_zeros(shape)
-    array.fill(1)
-    return array
+    memory = Memory.alone(layer, layer.group_images)
+    x, dy = (aligned_zeros(array.shape) for array in (memory.input_grad, memory.output))
+    for read in (x, dy, memory.output, memory.parameters):
+        read.fill(1)  # pages that nobody has written are one page of zeros, which stays in cache
+    return Unit(layer, memory, threads).call(pass_name, x, dy)

@@ -12,7 +12,7 @@ import numpy as np
 from pcldnn.exchange import Tree, add_rows, gather_rows, reduce_trees, sum_leaves, to_images, to_slices
 from pcldnn.grid import activation_messages, image_leaves, member_part, output_cuts, output_leaves
 from pcldnn.layers.base import LayerPlan, Memory, StepContext, Unit, by_image
-from pcldnn.layout import aligned_zeros
+from pcldnn.layout import FLOAT, aligned_zeros
 from pcldnn.partition import bounds, shard_sizes, shares
 from pcldnn.transfer import piece_spans
 
@@ -227,7 +227,7 @@ class SplitUnit:
 
     def _travel(self, kind: str, function, *arguments) -> None:
         """An exchange of activations between the members of the group."""
-        size = 4 * sum(activation_messages(self.plan, self.counts)[kind])
+        size = FLOAT * sum(activation_messages(self.plan, self.counts)[kind])
         self.placement.travel(kind, size, function, self.placement.model, *arguments)
 
     def _slice_grad(self) -> np.ndarray:

@@ -6,14 +6,15 @@ As in `blocking.py`, everything is a pure function of its arguments, and what ca
 from math import ceil
 from typing import NamedTuple
 
-from pcldnn.blocking import FLOAT, ConvShape, step_cycles, taps_of
+from pcldnn._kernels import checks
+from pcldnn.blocking import ConvShape, step_cycles, taps_of
+from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
-POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters; smaller tiles use some of them
+POINTS = checks.WINOGRAD_POINTS
 LEAST_TILES, MOST_TILES = 64, 192  # of a batch: more gain nothing (measured)
 MOST_GRADIENT_TILES = 96  # of the weight gradient
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
-SUM_CHANNELS = 128  # added up from zero at most: the error grows with them (docs/numerics.md), and fewer cost time
 TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
 FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
 
@@ -29,7 +30,7 @@ class WinogradBlocking(NamedTuple):
 def fits(shape: ConvShape, machine: Machine) -> bool:
     """Whether the Winograd kernels can compute a convolution: 3x3 or 5x5, stride 1, channels in blocks of a vector."""
     blocked = shape.lanes in (None, machine.width)
-    square = (shape.R, shape.S) in ((3, 3), (5, 5)) and shape.stride == (1, 1)
+    square = shape.R == shape.S and shape.R in checks.WINOGRAD_KERNELS and shape.stride == (1, 1)
     return square and blocked and max(shape.padding) < shape.R
 
 
@@ -61,7 +62,7 @@ def forward(shape: ConvShape, machine: Machine) -> WinogradBlocking:
     """
     in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
     panel = FLOAT * machine.tile[0] * machine.width**2  # filters of a panel and one block of summed channels
-    c_blocks = min(max(3 * machine.l1 // 4 // panel, 1), SUM_CHANNELS // machine.width)
+    c_blocks = min(max(3 * machine.l1 // 4 // panel, 1), checks.WINOGRAD_SUM_CHANNELS // machine.width)
     c_blocks = ceil(in_blocks / ceil(in_blocks / c_blocks))
     room = (machine.l3 or 8 * machine.l2) // (FLOAT * POINTS * machine.width * (in_blocks + out_blocks))
     return WinogradBlocking(min(max(room, LEAST_TILES), MOST_TILES), out_blocks, c_blocks)

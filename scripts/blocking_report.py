@@ -15,7 +15,8 @@ from pcldnn.balance import best_block
 from pcldnn.blocking import ConvShape
 from pcldnn.layers import Conv2d, Linear
 from pcldnn.machine import Machine, threads_per_rank
-from pcldnn.plan import Plan, align
+from pcldnn.plan import Plan
+from pcldnn.text import align
 
 NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn}
 

@@ -19,7 +19,8 @@ import numpy as np
 from pcldnn import SGD, Linear, Network, ReLU, Trainer, communicator
 from pcldnn.arguments import partitions
 from pcldnn.data import ArrayDataset
-from pcldnn.scaling import FLOAT, grid_bytes
+from pcldnn.layout import FLOAT
+from pcldnn.scaling import grid_bytes
 
 WARM = 2  # steps of the run that is subtracted
 

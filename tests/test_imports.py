@@ -12,16 +12,17 @@ import pcldnn
 
 # From the bottom to the top. Modules of one line do not import each other; a package may import within itself.
 LEVELS = [
-    ["_kernels"],  # arrays and integers only
+    ["_kernels", "text"],  # arrays and integers only, and strings
     ["machine"],
-    ["layout", "partition", "blocking"],
+    ["layout", "partition"],
+    ["blocking"],
     ["winograd_blocking"],
     ["balance"],
     ["layers"],
     ["scaling"],
     ["launcher", "nodes", "faults", "trace", "commthread", "transfer", "safetensors"],
     ["shared", "serial", "grid", "traffic", "mpi"],
-    ["hierarchy", "memory"],
+    ["hierarchy", "memory", "plan_table"],
     ["plan", "communicator"],
     ["exchange", "schedule"],
     ["units", "tuning"],
@@ -29,8 +30,8 @@ LEVELS = [
     ["passes"],
     ["network"],
     ["optim", "checkpoint", "data"],
-    ["models", "report", "digest"],
-    ["recording"],
+    ["models", "report", "digest", "evaluation"],
+    ["recording", "run"],
     ["train"],
     ["arguments"],
     ["script"],

@@ -10,7 +10,8 @@ from pcldnn.layers import Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sig
 from pcldnn.layout import Layout
 from pcldnn.machine import Machine
 from pcldnn.partition import Partition
-from pcldnn.plan import Plan, format_bytes, name_layers, plan
+from pcldnn.plan import Plan, name_layers, plan
+from pcldnn.text import format_bytes
 
 MACHINES = {4: Machine("small", "sse2", 1), 8: Machine("middle", "avx2", 2), 16: Machine("large", "avx512", 4)}
 CNN = [

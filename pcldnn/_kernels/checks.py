@@ -15,8 +15,9 @@ CONV_BLOCKING = ("c_blocks", "across_images?", "rows")  # fields of the tuples o
 WEIGHT_GRAD_BLOCKING = ("band", "c_blocks", "copies", "across_images?")
 WINOGRAD_BLOCKING = ("tiles", "k_blocks", "c_blocks")
 LINEAR_BLOCKING = ("depth", "tiles", "panels")
-WINOGRAD_POINTS = 64  # of a whole tile: the first extent of transformed filters
+WINOGRAD_POINTS = 64  # of a tile of 6x6 outputs, of 4x4 for 5x5 filters: the first extent of transformed filters
 WINOGRAD_KERNELS = (3, 5)
+WINOGRAD_SUM_CHANNELS = 128  # added up from zero at most: the error grows with them (docs/numerics.md)
 
 
 def shape(name, got, wanted):

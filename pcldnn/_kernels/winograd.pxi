@@ -13,7 +13,6 @@
 
 cdef enum:
     CHUNK_TILES = 8          # tiles of a job of the transforms
-    SUM_CHANNELS = 128       # input channels added up from zero, where `blocking` does not say
 
 
 cdef struct Winograd:
@@ -238,8 +237,8 @@ cdef int winograd_arrays(Winograd* g, tuple x, tuple y, tuple padding, blocking,
     split(g.P, taps, &g.rows, &g.row_rest)
     split(g.Q, taps, &g.cols, &g.col_rest)
     tiles = g.images * (g.rows + (g.row_rest > 0)) * (g.cols + (g.col_rest > 0))
-    most, g.k_blocks, g.c_blocks = checks.blocking(blocking, (tiles, g.out_blocks, SUM_CHANNELS // b),
-                                                   checks.WINOGRAD_BLOCKING)
+    default = (tiles, g.out_blocks, checks.WINOGRAD_SUM_CHANNELS // b)
+    most, g.k_blocks, g.c_blocks = checks.blocking(blocking, default, checks.WINOGRAD_BLOCKING)
     g.batches = max(-(-tiles // max(most, 1)), 1)
     g.tiles = -(-tiles // g.batches) + 3      # each of the four kinds is rounded
     g.k_blocks = min(g.k_blocks, g.out_blocks)

@@ -17,7 +17,7 @@ import numpy as np
 
 from pcldnn import _kernels as kernels
 from pcldnn.layers.parameter import Parameter
-from pcldnn.layout import Layout
+from pcldnn.layout import FLOAT, Layout, aligned_zeros
 from pcldnn.machine import Machine
 from pcldnn.partition import Partition, shares
 
@@ -165,6 +165,17 @@ class Memory:
     gradients: np.ndarray | None = None  # likewise
     scratch: dict[str, np.ndarray] = field(default_factory=dict)  # by pass, or by what else it is for
 
+    @classmethod
+    def alone(cls, plan: LayerPlan, images: int) -> Memory:
+        """Zeros for every pass that `plan` makes, shared with no other layer. What no pass touches takes no memory."""
+        return cls(
+            output=aligned_zeros(plan.output.array_shape(images)),
+            input_grad=aligned_zeros(plan.input.array_shape(images)),
+            parameters=aligned_zeros(plan.parameter_size),
+            gradients=aligned_zeros(plan.parameter_size),
+            scratch={name: aligned_zeros(getattr(plan, name).scratch) for name in plan.algorithms},
+        )
+
 
 class Unit:
     """A layer at run time: its plan, its memory, and the arrays saved between the passes of a step.
@@ -200,6 +211,13 @@ class Unit:
         dx = self.memory.input_grad[: len(dy)]
         self.plan.layer.compute_input_grad(self, dy, dx)
         return dx
+
+    def call(self, pass_name: str, x: np.ndarray, dy: np.ndarray):
+        """One pass as a call without arguments; backward as behind a forward pass of `x` that left what is in memory."""
+        if pass_name == "forward":
+            return lambda: self.forward(x, StepContext())
+        self.x, self.y = x, self.memory.output[: len(x)]
+        return lambda: getattr(self, pass_name)(dy)
 
 
 def by_channel_block(array: np.ndarray) -> np.ndarray:
@@ -265,7 +283,7 @@ class Layer:
     def plan_pass(self, pass_name: str, plan: LayerPlan, machine: Machine, threads: int) -> PassPlan:
         """Algorithm, blocking, work and memory of one pass; `plan` has everything but its passes."""
         saved = plan.saves if pass_name == "input_grad" and not plan.parameters else ()
-        moved = plan.input.array_bytes(plan.group_images) + 4 * plan.parameter_size // plan.partition.model
+        moved = plan.input.array_bytes(plan.group_images) + FLOAT * plan.parameter_size // plan.partition.model
         moved += sum(layout.array_bytes(plan.images) for layout in (plan.output, *(getattr(plan, s) for s in saved)))
         return PassPlan("direct", 2 * plan.images * self.multiply_adds(plan.input, plan.output), moved)
 

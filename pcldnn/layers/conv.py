@@ -13,7 +13,7 @@ from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, called_blocks, mask_and_sum, pair, per_rank
 from pcldnn.layers.parameter import Bias, Parameter
-from pcldnn.layout import Layout, blocks, filter_from_blocked, filter_to_blocked
+from pcldnn.layout import FLOAT, Layout, blocks, filter_from_blocked, filter_to_blocked
 
 
 def windows(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -113,7 +113,7 @@ class Conv2d(Layer):
             blocking, scratch = solver.conv_input_grad(shape, machine), weight_size  # the transposed filters
             if blocking.across_images:
                 scratch += solver.pack_size(solver.gradient_shape(called), machine)
-            traffic = balance.conv_traffic(solver.gradient_shape(called), machine, blocking) + 2 * 4 * weight_size
+            traffic = balance.conv_traffic(solver.gradient_shape(called), machine, blocking) + 2 * FLOAT * weight_size
         else:
             blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from pcldnn import _kernels as kernels
-from pcldnn.layers.base import PASSES, Layer, Memory, StepContext, Unit
+from pcldnn.layers.base import Layer, Memory, StepContext, Unit
 from pcldnn.layers.parameter import draw_parameters, glorot_std
-from pcldnn.layout import Layout, aligned_zeros, as_float32, as_integers, block, unblock
+from pcldnn.layout import Layout, as_float32, as_integers, block, unblock
 from pcldnn.machine import Machine, threads_per_rank
 
 
@@ -84,17 +84,7 @@ class Lone:
         b = machine.width  # also for few channels: an unpadded input would have no input gradient
         layout = Layout(x.shape[1:], b) if x.ndim == 4 else Layout.vector(x.shape[1], b)
         plan = self.layer.plan(layout, len(x), machine, self.num_threads)
-        memory = Memory(
-            output=aligned_zeros(plan.output.array_shape(len(x))),
-            input_grad=aligned_zeros(plan.input.array_shape(len(x))),
-            parameters=aligned_zeros(plan.parameter_size),
-            gradients=aligned_zeros(plan.parameter_size),
-            scratch={
-                name: aligned_zeros(getattr(plan, name).scratch)
-                for name in PASSES
-                if getattr(plan, name) and getattr(plan, name).scratch
-            },
-        )
+        memory = Memory.alone(plan, len(x))
         plan.to_flat(self.state_dict(), memory.parameters)
         return Unit(plan, memory, self.num_threads)
 

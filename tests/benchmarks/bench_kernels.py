@@ -7,7 +7,8 @@ triad_share count every array once.
 """
 
 import ours
-from measuring import blas_threads, measure, memory_kept, record, running_on
+from measuring import blas_threads, measure, memory_kept, record
+from on_target import running_on
 from workloads import layer_plan, layer_rows
 
 from pcldnn import _kernels

@@ -7,7 +7,8 @@ counts them. `extra_info` is that of bench_kernels.py: here bytes_per_s and tria
 from fnmatch import fnmatch
 
 import numpy as np
-from measuring import blas_threads, measure, record, running_on
+from measuring import blas_threads, measure, record
+from on_target import running_on
 from workloads import Row, filled, outline
 
 from pcldnn.layout import aligned_zeros, blocks

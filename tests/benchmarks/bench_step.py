@@ -7,7 +7,8 @@ beyond what it held before the network was built [byte]; gflops counts the layer
 import gc
 
 import ours
-from measuring import PeakMemory, blas_threads, measure, record, running_on
+from measuring import PeakMemory, blas_threads, measure, record
+from on_target import running_on
 from workloads import outline, step_rows
 
 rows = step_rows

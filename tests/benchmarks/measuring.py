@@ -7,8 +7,6 @@ import statistics
 import time
 from pathlib import Path
 
-import pytest
-
 from pcldnn import _kernels, machine
 
 LONG = 2.0  # [s] a call from here on gets few rounds
@@ -169,19 +167,6 @@ def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=No
             bytes=moved, bytes_per_s=moved / median, triad_share=moved / median / triad, triad_bytes_per_s=triad
         )
     RESULTS.setdefault(row.group, []).append(benchmark.extra_info)
-
-
-@contextlib.contextmanager
-def running_on(target: str):
-    """As if PCLDNN_ISA had asked for a target, with NumPy's BLAS on as many threads as the kernels would have."""
-    module = _kernels.targets[target]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kernels, "_target", module)
-        patch.setattr(_kernels, "TARGET", target)
-        patch.setattr(_kernels, "SIMD_WIDTH", module.SIMD_WIDTH)
-        machine._detect.cache_clear()
-        yield module
-    machine._detect.cache_clear()
 
 
 @contextlib.contextmanager

@@ -4,31 +4,17 @@ import numpy as np
 from workloads import NETWORKS, Row, filled, layer_plan
 
 from pcldnn import SGD
-from pcldnn.layers.base import Memory, StepContext, Unit
-from pcldnn.layout import aligned_zeros
+from pcldnn.layers.base import Memory, Unit
 
 
 def layer_call(row: Row, threads: int):
     """One pass of one layer through the same Unit that a network would use: (call, PassPlan)."""
     plan = layer_plan(row, threads)
     made = getattr(plan, row.pass_name)
-    images = row.minibatch
-    x, dy = filled(plan.input.array_shape(images)), None
-    memory = Memory(aligned_zeros(plan.output.array_shape(images)))
-    if plan.parameters:
-        memory.parameters = filled((plan.parameter_size,))
-        memory.gradients = aligned_zeros(plan.parameter_size)
-    if row.pass_name != "forward":
-        dy = filled(plan.output.array_shape(images))
-    if row.pass_name == "input_grad":
-        memory.input_grad = aligned_zeros(plan.input.array_shape(images))
-    if made.scratch:
-        memory.scratch[row.pass_name] = aligned_zeros(made.scratch)
-    unit = Unit(plan, memory, threads)
-    if row.pass_name == "forward":
-        return lambda: unit.forward(x, StepContext()), made
-    unit.x, unit.y = x, memory.output
-    return lambda: getattr(unit, row.pass_name)(dy), made
+    memory = Memory.alone(plan, row.minibatch)
+    memory.parameters[:] = filled(memory.parameters.shape)
+    x, dy = filled(memory.input_grad.shape), filled(memory.output.shape)
+    return Unit(plan, memory, threads).call(row.pass_name, x, dy), made
 
 
 def step_call(row: Row, threads: int):
