@@ -12,7 +12,8 @@ a. Memory is `memfd_create` of the owner, opened by the others through /proc, no
    memory first, so it lies near that rank's cores.
 b. Ranks meet by counters in such memory, looked at with pauses: on the communication thread the core is compute's.
    Before an exchange they meet because all arrays must be ready; after it because all must have been read. Data are
-   written and read under the counters in this order; entering and leaving Python's lock orders memory.
+   written and read under the counters in this order, by fences: ARM, unlike x86, may turn it round, and Python's lock
+   is no barrier where nobody lets it go.
 c. Whatever fails, all ranks agree to fall back to messages, with the reason.
 """
 
@@ -22,6 +23,7 @@ import weakref
 
 import numpy as np
 
+from pcldnn._kernels import cpu
 from pcldnn.transfer import add_arrays
 
 _HEADER = mmap.PAGESIZE  # [byte] before the data: identity, counter
@@ -101,8 +103,10 @@ class Shared:
     def meet(self):
         """Wait until all ranks are here."""
         self._met += 1
+        cpu.fence()
         self._counter[0] = self._met
         self._wait(lambda: all(counter[0] >= self._met for counter in self._counters))
+        cpu.fence()
 
     def _map(self, size):
         """Make `size` bytes of memory of this rank and map that of all: uint8 arrays by rank, and the own mapping."""

@@ -1,10 +1,10 @@
 """What is shipped: the sdist is complete, a wheel built from it works anywhere, and a poor compiler is refused."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -35,8 +35,7 @@ def sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
     done = run("setup.py", "-q", "egg_info", "--egg-base", folder, "sdist", "--dist-dir", folder)
     assert done.returncode == 0, done.stdout
-    with tarfile.open(folder / f"pcldnn-{__version__}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(folder / f"pcldnn-{__version__}.tar.gz", folder)
     return folder / f"pcldnn-{__version__}"
 
 

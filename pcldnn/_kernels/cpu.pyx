@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What this CPU can do. Built once, for the baseline ISA."""
+"""What this CPU can do, and its memory fence. Built once, for the baseline ISA."""
 
 cdef extern from *:
     """
@@ -14,8 +14,10 @@ cdef extern from *:
     #else
     static int pcl_cpu_supports(const char *feature) { return -1; }
     #endif
+    static void pcl_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
     """
     int pcl_cpu_supports(const char* feature)
+    void pcl_fence()
 
 
 def supports(str feature):
@@ -24,3 +26,8 @@ def supports(str feature):
     if found < 0:
         raise ValueError(f"feature: got {feature!r}, which cpu.pyx does not know how to ask for")
     return bool(found)
+
+
+def fence():
+    """Order memory for other processes: what was read or written before comes before all that follows."""
+    pcl_fence()
