@@ -23,7 +23,6 @@ import weakref
 
 import numpy as np
 
-from pcldnn._kernels import cpu
 from pcldnn.transfer import add_arrays
 
 _HEADER = mmap.PAGESIZE  # [byte] before the data: identity, counter
@@ -102,6 +101,8 @@ class Shared:
 
     def meet(self):
         """Wait until all ranks are here."""
+        from pcldnn._kernels import cpu  # not at the top: see `guard_imports`
+
         self._met += 1
         cpu.fence()
         self._counter[0] = self._met
