@@ -24,6 +24,8 @@ def pytest_addoption(parser):
     group = parser.getgroup("pcldnn benchmarks")
     for name, (default, text) in OPTIONS.items():
         group.addoption(f"--{name}", default=default, help=f"{text} (default: {default})" if default else text)
+    group.addoption("--wait-quiet", type=float, default=0.0, metavar="SECONDS",
+                    help="how long a row may wait for moments in which nobody else is on the cores (default: 0)")  # fmt: skip
     group.addoption("--peer", action="store_true", default=None, help="measure PyTorch too, or fail if it is not there")
     group.addoption("--no-peer", action="store_false", dest="peer", help="do not (default: if it is installed)")
 

@@ -13,6 +13,7 @@ LONG = 2.0  # [s] a call from here on gets few rounds
 VERY_LONG = 15.0  # [s] and from here on one
 SLEEP = 0.01  # [s] longer than threads of OpenMP spin before they sleep
 QUIET, ENOUGH = 0.95, 3  # share of the peak that the register tile reaches on quiet cores; quiet rounds for a median
+PAUSE = 0.02  # [s] between two looks whether the cores are quiet
 
 RESULTS = {}  # `extra_info` of the rows of this run, by group and target: for the summary at its end
 
@@ -36,11 +37,20 @@ class Rates:
             (loop, max(int(1000 * flop / loop(1000, threads)), 1)) for loop in (strongest.fma_loop, strongest.tile_loop)
         ]
         self._samples = [], []
+        self._first_after = []  # for each round, which sample is the first one after it
         self._triad = 0.0, -1e9  # value, when
 
     def begin_row(self):
         """Forget the samples of the row before."""
-        self._samples = [], []
+        self._samples, self._first_after = ([], []), []
+
+    def before_round(self, deadline: float):
+        """Sample; until `deadline` (time.monotonic), again and again until the cores are quiet."""
+        self.sample()
+        while self._samples[1][-1] < QUIET * self.peak and time.monotonic() < deadline:
+            time.sleep(PAUSE)
+            self.sample()
+        self._first_after.append(len(self._samples[1]))
 
     def sample(self):
         """Run the FMA loop of 12 accumulators, then the tile, on all threads for a moment."""
@@ -65,9 +75,9 @@ class Rates:
 
         So nobody else was on the cores then. Nothing but the tile decides which rounds these are.
         """
-        least = QUIET * self.peak
-        around = zip(times, self._samples[1], self._samples[1][1:], strict=False)  # with two samples it is one round
-        return [seconds for seconds, before, after in around if min(before, after) >= least]
+        tile, least = self._samples[1], QUIET * self.peak
+        rounds = zip(times, self._first_after, strict=True)
+        return [seconds for seconds, after in rounds if min(tile[after - 1 : after + 1]) >= least]
 
     @property
     def triad(self) -> float:
@@ -81,8 +91,9 @@ def measure(benchmark, row, call, config, rates) -> float | None:
     """Run `call` in rounds for about twice --benchmark-max-time; the median [s].
 
     At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. Before each round the
-    peak is sampled; then the sample's threads get time to go to sleep, for they are not those of a peer, and a call
-    that is not counted wakes those of whoever is measured. None with --benchmark-disable.
+    peak is sampled, until the cores are quiet or the row has waited --wait-quiet seconds. Our kernels run on the threads
+    of the sample; for others these get time to go to sleep, and a call that is not counted wakes those of the peer.
+    None with --benchmark-disable.
     """
     benchmark.group = row.group
     if benchmark.disabled:
@@ -96,9 +107,12 @@ def measure(benchmark, row, call, config, rates) -> float | None:
     if seconds > LONG:
         least = min(least, 3 if seconds < VERY_LONG else 1)
     rates.begin_row()
+    deadline = time.monotonic() + config.getoption("wait_quiet")
 
     def between_rounds():
-        rates.sample()
+        rates.before_round(deadline)
+        if row.by in _kernels.targets and row.by != "reference":
+            return
         time.sleep(SLEEP)
         if seconds < LONG:
             call()
