@@ -23,16 +23,21 @@ from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
 FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
-# Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3:
+FMA_PER_CYCLE = 2  # on the core that the costs of direct forward convolution were fitted on
+# Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, forward, Sapphire Rapids:
 TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
-SEGMENT_START = 20  # for another range of pixels within a tile: an indirect jump and loop set-up
+SEGMENT_START = 150  # for another range of pixels within a tile, whose sums pass through memory in between
+RANGE_START = 20  # likewise in the weight gradient: an indirect jump and loop set-up
 LINE_IN_ROW = 3  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
-LINE_ACROSS = 8  # for a line of y when the pixels of a tile lie in different images
+LINE_ACROSS = 4  # for a line of y when the pixels of a tile lie in different images
 PACK = 2  # to pack one number
 L2_BYTES = 16  # bytes a cycle from L2 that a kernel gets while it computes
 L3_BYTES = 8  # from L3
+IN_L1 = 0.8  # share of L1 in which filters stay while other data pass: those of 16 channels, 64 outputs and 3x3 taps
+FROM_L2 = 1.3  # cycles of a step whose filters come from L2, for one from L1; more so on cores that others share
 ENOUGH_JOBS = 32  # independent blocks of dweight below which private copies are made: results on 2 and 64 cores agree
 MOST_COPY_BYTES = 32 * 1024**2
+LINE = 64  # [byte]
 
 
 class ConvBlocking(NamedTuple):
@@ -150,11 +155,13 @@ def equal_sizes(n: int) -> list[int]:
     return sorted({ceil(n / parts) for parts in range(1, n + 1)})
 
 
-def step_cycles(machine: Machine, pixels: int) -> float:
-    """Cycles of one step of the micro-kernel with `pixels` active: bound by FMA throughput or by FMA latency."""
-    vectors = machine.tile[0]
-    per_cycle = 1 if machine.target == "avx512" else 2
-    return max(vectors * pixels / per_cycle, FMA_LATENCY)
+def step_cycles(machine: Machine, pixels: int, per_cycle: int | None = None) -> float:
+    """Cycles of one step of the micro-kernel with `pixels` active: bound by FMA throughput or by FMA latency.
+
+    `per_cycle`: multiply-adds of whole vectors; default: 1 with AVX-512 (Zen 4), else 2.
+    """
+    per_cycle = per_cycle or (1 if machine.target == "avx512" else 2)
+    return max(machine.tile[0] * pixels / per_cycle, FMA_LATENCY)
 
 
 def _cut(count: int, tile: int) -> list[int]:
@@ -177,7 +184,7 @@ def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
     total, segments = 0.0, 0
     for first, last in pairwise(cuts):
         spans = [[q for q in range(first, last) if tap in columns[q]] for tap in range(shape.S)]
-        total += sum(step_cycles(machine, len(span)) for span in spans if span)
+        total += sum(step_cycles(machine, len(span), FMA_PER_CYCLE) for span in spans if span)
         segments += 1 + sum(a != b for a, b in pairwise(spans))
     return total, segments
 
@@ -192,7 +199,7 @@ def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) ->
         return shape.N * sum(rows) * cycles, tiles, shape.N * shape.P * segments
     columns = [len(taps) for taps in taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
     cuts = _cut(max(shape.N, 1), machine.tile[1])
-    per_pixel = sum(step_cycles(machine, last - first) for first, last in pairwise(cuts))
+    per_pixel = sum(step_cycles(machine, last - first, FMA_PER_CYCLE) for first, last in pairwise(cuts))
     tiles = shape.P * shape.Q * (len(cuts) - 1)
     return sum(rows) * sum(columns) * per_pixel, tiles, tiles
 
@@ -204,21 +211,18 @@ def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) 
     c_blocks, across, _ = blocking
     groups = ceil(in_blocks / c_blocks)
     compute, tiles, segments = _forward_compute(shape, machine, across)
-    inputs = shape.N * in_blocks * lanes * shape.H * shape.W
+    inputs = FLOAT * shape.N * in_blocks * lanes * shape.H * shape.W
     out = FLOAT * shape.N * shape.P * shape.Q * vectors * machine.width
     weights = FLOAT * vectors * machine.width * c_blocks * lanes * shape.R * shape.S
     rows = FLOAT * (tile if across else 1) * c_blocks * lanes * shape.R * shape.W
-    rereads = ceil(shape.R / shape.stride[0])
-    moved = out * (2 * groups - 1) + weights * groups * (1 if 2 * weights <= machine.l1 else tiles)
-    moved += FLOAT * inputs * (1 if weights + rows <= machine.l1 else rereads)
-    starts = groups * (tiles * TILE_START + segments * SEGMENT_START)
-    cycles = compute * in_blocks * lanes + starts + moved / L2_BYTES
+    cycles = compute * in_blocks * lanes * (1 if weights <= IN_L1 * machine.l1 else FROM_L2)
+    cycles += groups * (tiles * TILE_START + segments * SEGMENT_START) + out * (2 * groups - 1) / (2 * L2_BYTES)
     if weights + rows > machine.l2 // 4:
-        cycles += FLOAT * inputs * rereads / L3_BYTES
+        cycles += inputs * ceil(shape.R / shape.stride[0]) / L3_BYTES
     if across:
         panels = ceil(ceil(shape.K / machine.width) / vectors)
-        return cycles + tiles * groups * vectors * tile * LINE_ACROSS + PACK * inputs / panels
-    lines = 1 + min(tile, shape.Q) * shape.stride[1] * lanes * FLOAT / 64
+        return cycles + out * (2 * groups - 1) / LINE * LINE_ACROSS + PACK * inputs / FLOAT / panels
+    lines = 1 + min(tile, shape.Q) * shape.stride[1] * lanes * FLOAT / LINE
     return cycles + tiles * in_blocks * shape.R * lines * LINE_IN_ROW
 
 
@@ -252,7 +256,7 @@ def _weight_grad_cycles(
     if dy + x > machine.l2 // 2:
         from_l3 = (dy + x) * tiles
     compute = max(steps * sum(rows) * images, visits * from_l2 / (2 * L2_BYTES))
-    cycles = compute + visits * (from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * SEGMENT_START)
+    cycles = compute + visits * (from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * RANGE_START)
     if across:
         panels, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)
         inputs, outputs = lanes * shape.H * shape.W, vectors * machine.width * shape.P * shape.Q
