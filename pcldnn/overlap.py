@@ -17,7 +17,7 @@ from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
 
 SEEN = 1024  # exchanges whose pace counts
-FIRST, AGAIN = 3, 100  # after so many steps, and then every so many, the schedule follows the pace that was measured
+FIRST, AGAIN = 3, 10  # after so many steps, and then every so many, the schedule follows the pace that was measured
 
 
 def never():
@@ -81,6 +81,7 @@ class Pace:
         if not self._rates:
             return means, None
         rates, sizes = np.array(sorted(self._rates)).T
+        self._rates.clear()
         return means, float(rates[np.searchsorted(np.cumsum(sizes), sizes.sum() / 2)])
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pcldnn import SGD, communicator, models
+from pcldnn.grid import image_shares
 
 NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn}
 
@@ -26,7 +27,7 @@ def training(name, minibatch, comm, threads, steps):
     net = NETWORKS[name]()
     plan = net.prepare(minibatch, comm, threads)
     optimizer = SGD(1e-4, momentum=0.9, weight_decay=5e-4)
-    counts = plan.image_shares(minibatch)
+    counts = image_shares(minibatch, comm.size, plan.pieces)
     first, count = sum(counts[: comm.rank]), counts[comm.rank]
     images = np.random.default_rng(comm.rank).standard_normal((count, *net.input_shape), dtype=np.float32)
     ids = np.arange(first, first + count)

@@ -255,3 +255,10 @@ def test_together_names_the_rank_only_when_ranks_differ():
     with pytest.raises(UsageError, match="rank 1: broken"):
         together(TwoRanks("broken"), lambda: 3)
     assert together(TwoRanks(None), lambda: 3) == 3
+
+
+def test_ranks_and_threads_take_turns(run_mpi):
+    """Two ranks of one thread and one process of two: the shares of their speeds, turn by turn."""
+    words = ["scripts/ranks_and_threads.py", "--network", "cd_dnn", "--minibatch", "8", "--turns", "1", "--steps", "1"]
+    result = run_mpi(3, words, timeout=120)
+    assert "2 x 1 against 1 x 2, turn by turn: median" in result.stdout, result.output
