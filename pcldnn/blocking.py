@@ -3,8 +3,8 @@
 Two things are solved here, by trying every candidate, as Das et al. 2016 do:
 
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
-  cycles of one core: multiply-adds in register tiles of unequal fill, the fixed cost of starting a tile, and the
-  bytes that pass between L2 and L1.
+  cycles of one core: multiply-adds in register tiles of unequal fill, with filters from L1 or from L2, the fixed cost
+  of starting a tile, and the bytes that pass between L2 and L1.
 - `linear` and `linear_input_grad` do so for the three passes of a fully connected layer.
 
 Winograd convolution has `winograd_blocking.py`. What a solution costs in bytes per flop, and the paper's own search,
@@ -23,7 +23,7 @@ from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
 FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
-FMA_PER_CYCLE = 2  # on the core that the costs of direct forward convolution were fitted on
+FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
 # Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, forward, Sapphire Rapids:
 TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
 SEGMENT_START = 150  # for another range of pixels within a tile, whose sums pass through memory in between
@@ -155,13 +155,17 @@ def equal_sizes(n: int) -> list[int]:
     return sorted({ceil(n / parts) for parts in range(1, n + 1)})
 
 
+def fma_per_cycle(machine: Machine) -> int:
+    """Multiply-adds of whole vectors a cycle, of the cores that costs were fitted on but for direct forward: Zen 3, 4."""
+    return 1 if machine.target == "avx512" else 2
+
+
 def step_cycles(machine: Machine, pixels: int, per_cycle: int | None = None) -> float:
     """Cycles of one step of the micro-kernel with `pixels` active: bound by FMA throughput or by FMA latency.
 
-    `per_cycle`: multiply-adds of whole vectors; default: 1 with AVX-512 (Zen 4), else 2.
+    `per_cycle`: default `fma_per_cycle`.
     """
-    per_cycle = per_cycle or (1 if machine.target == "avx512" else 2)
-    return max(machine.tile[0] * pixels / per_cycle, FMA_LATENCY)
+    return max(machine.tile[0] * pixels / (per_cycle or fma_per_cycle(machine)), FMA_LATENCY)
 
 
 def _cut(count: int, tile: int) -> list[int]:

@@ -16,7 +16,7 @@ from pcldnn.schedule import schedule
 from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
 
-SEEN = 1024  # exchanges whose pace counts
+SEEN = 1024  # the most exchanges whose pace counts
 FIRST, AGAIN = 3, 10  # after so many steps, and then every so many, the schedule follows the pace that was measured
 
 
@@ -41,7 +41,7 @@ class Pace:
     def __init__(self):
         self.steps = 0
         self._seconds, self._counted = {}, 0
-        self._rates = collections.deque(maxlen=SEEN)  # (byte/s, byte) of the last exchanges
+        self._rates = collections.deque(maxlen=SEEN)  # (byte/s, byte) of exchanges
         self.begin()
 
     def begin(self):
@@ -71,7 +71,7 @@ class Pace:
             self._rates.append((size / max(seconds, 1e-9), size))
 
     def take(self):
-        """layer -> mean [s] since this was last called, and the rate of the last exchanges [byte/s]; None: of none.
+        """layer -> mean [s], and the rate of exchanges [byte/s], both since this was last called; None: of none.
 
         The rate at which half of the bytes went, or slower: an exchange that began before all ranks were there says
         nothing of the network.

@@ -7,7 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 from pcldnn._kernels import checks
-from pcldnn.blocking import ConvShape, step_cycles, taps_of
+from pcldnn.blocking import ConvShape, fma_per_cycle, step_cycles, taps_of
 from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
@@ -99,7 +99,7 @@ def pays(shape: ConvShape, machine: Machine) -> bool:
     `shape` is that of the pass: `input_grad_shape` for the input gradient. Products, transforms of tiles and
     transforms of filters against multiply-adds of the direct kernel. The same on every rank: nothing is measured.
     """
-    per_cycle = 1 if machine.target == "avx512" else 2
+    per_cycle = fma_per_cycle(machine)
     in_blocks, out_blocks = ceil(shape.C / machine.width), ceil(shape.K / machine.width)
     steps = in_blocks * machine.width * out_blocks / per_cycle  # cycles of a product of all channels
     tiles, products = tile_counts(shape)

@@ -215,6 +215,7 @@ def test_the_pace_of_exchanges_is_that_of_most_bytes():
     for size, seconds in (4e6, 0.04), (4e6, 0.9), (4e6, 0.038), *[(1e3, 0.001)] * 20, (0, 0.0):
         pace.carried(size, seconds)
     assert pace.take()[1] == 4e6 / 0.04
+    assert pace.take()[1] is None, "of exchanges since the last time"
 
 
 def test_a_program_that_closes_nothing_ends(run_mpi):

@@ -48,7 +48,7 @@ class Rates:
     def before_round(self, deadline: float):
         """Sample; until `deadline` (time.monotonic), again and again until the cores are quiet."""
         self.sample()
-        while self._samples[1][-1] < QUIET * self.peak and time.monotonic() < deadline:
+        while self._samples[1][-1] < self._quiet_rate and time.monotonic() < deadline:
             time.sleep(PAUSE)
             self.sample()
         self._first_after.append(len(self._samples[1]))
@@ -70,6 +70,10 @@ class Rates:
         return max(statistics.median(self._samples[0]), self._least)
 
     @property
+    def _quiet_rate(self) -> float:
+        return QUIET * statistics.median(self._samples[0])
+
+    @property
     def tile_share(self) -> float:
         """What a register tile fed from L1 reached of the peak during this row."""
         return statistics.median(self._samples[1]) / self.peak
@@ -79,7 +83,7 @@ class Rates:
 
         So nobody else was on the cores then. Nothing but the tile decides which rounds these are.
         """
-        tile, least = self._samples[1], QUIET * self.peak
+        tile, least = self._samples[1], self._quiet_rate
         rounds = zip(times, self._first_after, strict=True)
         return [seconds for seconds, after in rounds if min(tile[after - 1 : after + 1]) >= least]
 
@@ -92,7 +96,7 @@ class Rates:
 
 
 def measure(benchmark, row, call, config, rates) -> float | None:
-    """Run `call` in rounds for about twice --benchmark-max-time; the median [s].
+    """Run `call` in rounds for about --benchmark-max-time, a peer twice that; the median [s].
 
     At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. Before each round the
     peak is sampled, until the cores are quiet or the row has waited --wait-quiet seconds. Our kernels run on the threads
