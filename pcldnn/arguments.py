@@ -46,6 +46,7 @@ SETTINGS = ("data", "synthetic", "samples", "image_size", "classes", "scale", "m
             "seed", "exact", "tune", "validation")
 _EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "validation": True, "seed": 0,
                "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
+_OF_SCHEDULE = {"lr_every": "step", "lr_factor": "step", "lr_power": "poly"}
 
 _EXAMPLES = """\
 examples:
@@ -251,7 +252,14 @@ def parse(job, argv, communicator, prog=None):
                 stored.update(reader.metadata.get("settings", {}))
         samples = args.samples
         resized = [f"--{name}" for name in ("scale", "mirror", "shift") if getattr(args, name) is not None]
+        of_schedule = [name for name in _OF_SCHEDULE if getattr(args, name) is not None]
         fill(job, args, stored)
+        for name in of_schedule:
+            if args.lr_schedule != _OF_SCHEDULE[name]:
+                parser.error(f"--{name.replace('_', '-')}: only --lr-schedule {_OF_SCHEDULE[name]} takes it, not "
+                             f"{args.lr_schedule}")
+        if args.digest_interval is not None and args.metrics is None:
+            parser.error("--digest-interval: digests go to the file of --metrics, which is not given")
         if samples is not None and not args.synthetic:
             parser.error(f"--samples {samples}: that many are made up with --synthetic; other data have their own number")
         if resized and args.synthetic:
