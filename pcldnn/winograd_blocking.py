@@ -16,7 +16,7 @@ LEAST_TILES, MOST_TILES = 64, 192  # of a batch: more gain nothing (measured)
 MOST_GRADIENT_TILES = 96  # of the weight gradient
 PRODUCT_SHARE, DIRECT_SHARE = 0.75, 0.82  # of the peak that the two kernels reach where nothing else limits them
 TRANSFORM = 700  # cycles of a 6x6 tile of one channel block, in or out: arithmetic, and 64 lines to other places
-FILTER_BYTES = 3.0  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
+FILTER_BYTES = 1.3  # bytes a cycle of a transformed filter on its way out and in again: it is larger than most caches
 
 
 class WinogradBlocking(NamedTuple):
