@@ -114,8 +114,9 @@ def test_resume_takes_settings_from_the_checkpoint(run_mpi, vectors, tmp_path):
 def test_a_wrong_isa_is_one_line(run_mpi, ranks):
     for command in ([VGG], ["pcldnn/__main__.py", "info"]):
         done = run_mpi(ranks, command, env={"PCLDNN_ISA": "nonsense"}, check=False)
-        assert done.returncode == 2 and done.stderr.startswith("error: PCLDNN_ISA=nonsense"), done.output
-        assert done.stdout == "" and done.stderr.count("\n") == 1, done.output
+        # Open MPI's mpirun adds a paragraph of its own.
+        assert done.returncode == 2 and done.stderr.count("error: PCLDNN_ISA=nonsense") == 1, done.output
+        assert done.stdout == "" and "Traceback" not in done.stderr, done.output
 
 
 @pytest.mark.parametrize("script, flags", [
