@@ -32,8 +32,8 @@ class Rates:
     def __init__(self, threads: int):
         self.threads = threads
         strongest = next(iter(_kernels.targets.values()))
-        flop = self.SAMPLE * machine.measure_flops(threads)
-        self._least = 0.9 * flop / self.SAMPLE
+        rate = machine.measure_flops(threads)
+        flop, self._least = self.SAMPLE * rate, 0.9 * rate
         self._loops = [  # (function, steps)
             (loop, max(int(1000 * flop / loop(1000, threads)), 1)) for loop in (strongest.fma_loop, strongest.tile_loop)
         ]

@@ -25,8 +25,8 @@ def tiny() -> Network:
 NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn, "tiny": tiny}
 KINDS = {Conv2d: "conv", Linear: "fc", MaxPool2d: "pool", AvgPool2d: "pool"}
 
-# Images when --minibatch does not say: convolutions as few as a rank of many gets, pooling enough to leave the caches, fully
-# connected layers at the two ends of what a rank gets.
+# Images when --minibatch does not say: convolutions as few as a rank of many gets, pooling enough to leave
+# the caches, fully connected layers at the two ends of what a rank gets.
 MINIBATCHES = {"conv": (8,), "pool": (32,), "fc": (64, 256)}
 STEP_MINIBATCHES = {"vgg_a": 32, "overfeat_fast": 32, "cd_dnn": 1024, "tiny": 4}
 
