@@ -31,7 +31,8 @@ def main():
     if not groups:
         raise SystemExit(f"{arguments.results}: holds no results of tests/benchmarks")
     text = "\n\n".join(filter(None, (
-        conditions(run), step_table(groups), layer_table(groups), means(groups), memory_table(groups),
+        conditions(run), step_table(groups), layer_table(groups), means(groups), choice_table(groups),
+        memory_table(groups),
         None if arguments.no_plot else f"![Roofline]({plot.name})",
     )))  # fmt: skip
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,8 @@ def conditions(run) -> str:
             "never computed. NumPy is the twin (im2col and BLAS). PyTorch is the best of contiguous and channels_last, "
             "of MKL and oneDNN; oneDNN is the time that its own primitives report, without the reorders around them. "
             "Tile: what a register tile fed from L1 reached of the peak between the rounds of the row; 100 % on a core "
-            "of one's own."
+            "of one's own. Quiet: the median of those rounds before and after which the tile was at 95 %, if there were "
+            "three."
         ),
     ]
     return "\n".join(lines)
@@ -128,16 +130,19 @@ def step_table(groups) -> str:
 def layer_table(groups) -> str:
     rows = []
     for row, peers in groups:
-        if row["pass"] == "step" or not row["flop"]:
+        if row["pass"] == "step" or not row["flop"] or "direct_ratio" in row:
             continue
         gflops = [number(peers.get(peer, {}).get("gflops")) for peer in PEERS]
+        quiet = [number(info.get("quiet_share"), "{:.0%}") for info in (row, peers.get("onednn", {}))]
         rows.append((
             row["net"], row["layer"], row["pass"], row["minibatch"], row["algorithm"], row["target"],
             number(row["gflops"]), number(row["peak_share"], "{:.0%}"), number(row["tile_share"], "{:.0%}"), *gflops,
             number(ratio(row, peers.get("torch")), "{:.2f}"), number(ratio(row, peers.get("onednn")), "{:.2f}"),
+            *quiet, number(quiet_ratio(row, peers.get("onednn")), "{:.2f}"),
         ))  # fmt: skip
-    header = ("network", "layer", "pass", "minibatch", "algorithm", "target", "GFLOP/s", "of peak", "tile", "NumPy GFLOP/s",
-              "PyTorch GFLOP/s", "oneDNN GFLOP/s", "ours / PyTorch", "ours / oneDNN")  # fmt: skip
+    header = ("network", "layer", "pass", "minibatch", "algorithm", "target", "GFLOP/s", "of peak", "tile",
+              "NumPy GFLOP/s", "PyTorch GFLOP/s", "oneDNN GFLOP/s", "ours / PyTorch", "ours / oneDNN",
+              "quiet: ours", "oneDNN", "ours / oneDNN")  # fmt: skip
     return rows and "### Convolutions and fully connected layers\n\n" + table(header, rows)
 
 
@@ -145,19 +150,43 @@ def means(groups) -> str:
     """Geometric means over the layers of a network."""
     found = {}
     for row, peers in groups:
-        if row["pass"] in PASSES and row["flop"]:
+        if row["pass"] in PASSES and row["flop"] and "direct_ratio" not in row:
             kind = "fully connected" if row["layer"].startswith("fc") else "convolutions"
             key = (row["net"], kind, row["minibatch"], row["pass"], row["algorithm"], row["target"])
             found.setdefault(key, []).append((row, peers))
     rows = []
     for key, pairs in found.items():
         ratios = [[ratio(row, peers.get(peer)) for row, peers in pairs] for peer in ("torch", "onednn")]
-        shares = [row["peak_share"] for row, _ in pairs]
-        rows.append((*key, len(pairs), number(geometric(shares), "{:.0%}"),
+        ratios.append([quiet_ratio(row, peers.get("onednn")) for row, peers in pairs])
+        shares = [[row.get(share) for row, _ in pairs] for share in ("peak_share", "quiet_share")]
+        rows.append((*key, len(pairs), *(number(geometric(values), "{:.0%}") for values in shares),
                      *(number(geometric(values), "{:.2f}") for values in ratios)))  # fmt: skip
     header = ("network", "layers", "minibatch", "pass", "algorithm", "target", "count", "of peak (GFLOP/s)",
-              "ours / PyTorch", "ours / oneDNN")  # fmt: skip
+              "quiet", "ours / PyTorch", "ours / oneDNN", "quiet: ours / oneDNN")  # fmt: skip
     return rows and "Geometric means of the table above:\n\n" + table(header, rows)
+
+
+def quiet_ratio(row, peer) -> float | None:
+    """`ratio` on quiet cores; None if one of the two found too few quiet rounds."""
+    rates = [info and info.get("quiet_gflops") for info in (row, peer)]
+    return rates[0] / rates[1] if all(rates) else None
+
+
+def choice_table(groups) -> str:
+    """What Winograd gains where the plan chooses it."""
+    found = {}
+    for row, _ in groups:
+        if "direct_ratio" in row:
+            found.setdefault((row["net"], row["minibatch"]), []).append(row)
+    rows = []
+    for key, chosen in found.items():
+        least = min(chosen, key=lambda row: row["direct_ratio"])
+        ratios = [row["direct_ratio"] for row in chosen]
+        rows.append((*key, len(chosen), number(geometric(ratios), "{:.2f}"),
+                     f"{min(ratios):.2f} ({least['layer']} {least['pass']})"))  # fmt: skip
+    header = ("network", "minibatch", "passes by Winograd", "GFLOP/s over direct, geometric mean", "least")
+    title = "### Where the plan chooses Winograd\n\nTurn by turn with direct convolution.\n\n"
+    return rows and title + table(header, rows)
 
 
 def geometric(values) -> float | None:

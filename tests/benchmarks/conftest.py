@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 OPTIONS = {
-    "nets": ("vgg_a,overfeat_fast,cd_dnn", "networks; also 'tiny', to try the benchmarks themselves"),
+    "nets": ("vgg_a,overfeat_fast,cd_dnn", "networks; also 'digits', and 'tiny' to try the benchmarks themselves"),
     "layers": ("*", "patterns of layer names: conv1, pool2, fc6, ...; 'conv[2-8],fc*'"),
     "passes": ("forward,input_grad,weight_grad,step", "passes; 'step' is the whole training step"),
     "minibatch": (None, "images of a call, one or several; default: conv 8, pool 32, fc 64,256, step 32 or 1024"),

@@ -95,13 +95,13 @@ class Rates:
         return self._triad[0]
 
 
-def measure(benchmark, row, call, config, rates) -> float | None:
+def measure(benchmark, row, call, config, rates, turn=None) -> float | None:
     """Run `call` in rounds for about --benchmark-max-time, a peer twice that; the median [s].
 
     At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. Before each round the
     peak is sampled, until the cores are quiet or the row has waited --wait-quiet seconds. Our kernels run on the threads
     of the sample; for others these get time to go to sleep, and a call that is not counted wakes those of the peer.
-    None with --benchmark-disable.
+    `turn` is called before each round, and measures itself. None with --benchmark-disable.
     """
     benchmark.group = row.group
     if benchmark.disabled:
@@ -119,6 +119,8 @@ def measure(benchmark, row, call, config, rates) -> float | None:
 
     def between_rounds():
         rates.before_round(deadline)
+        if turn is not None:
+            turn()
         if row.by in _kernels.targets and row.by != "reference":
             return
         time.sleep(SLEEP)
@@ -150,6 +152,7 @@ def summary() -> list[str]:
                 reached = f"{info['bytes_per_s'] / 1e9:.1f} GB/s"
             share = info["peak_share"] if info["flop"] else info["triad_share"]
             quiet = f" ({info['quiet_share']:.0%} quiet)" if info["flop"] and "quiet_share" in info else ""
+            quiet += f", {info['direct_ratio']:.2f}x direct" if "direct_ratio" in info else ""
             who = f"{info['target']} winograd" if info["algorithm"] == "winograd" else info["target"]
             cells.append(f"{who} {reached} {share:.0%}{quiet}")
         lines.append(f"{group:<36} " + "".join(f"{cell:<46}" for cell in cells).rstrip())

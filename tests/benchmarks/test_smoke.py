@@ -47,12 +47,20 @@ def test_rows_of_a_layer_and_pass_form_a_group(results):
     groups = {}
     for row in json.loads(results.read_text())["benchmarks"]:
         info = row["extra_info"]
+        if "direct_ratio" in info:
+            continue
         groups.setdefault(row["group"], []).append((info["target"], info["algorithm"]))
     assert all(len(rows) == len(set(rows)) and "reference" in dict(rows) for rows in groups.values())
     for step in ("forward", "input_grad", "weight_grad"):
         ways = [way for target, way in groups[f"tiny conv2 {step} n2"] if target != "reference"]
         assert ways == ["direct", "winograd"] * (len(ways) // 2)
     assert {way for _, way in groups["tiny conv1 forward n2"]} == {"direct", "im2col"}
+
+
+def test_winograd_and_direct_by_turns(results):
+    rows = [row["extra_info"] for row in json.loads(results.read_text())["benchmarks"] if "turns" in row["group"]]
+    assert {row["pass"] for row in rows} == {"forward", "input_grad", "weight_grad"}
+    assert all(row["direct_ratio"] > 0 and row["algorithm"] == "winograd" for row in rows)
 
 
 def test_report(results, tmp_path):
@@ -63,6 +71,7 @@ def test_report(results, tmp_path):
     assert text.startswith("# Performance\n\nWritten by hand.\n")
     assert "| tiny | conv2 | weight_grad | 2 | direct |" in text
     assert "| tiny | conv2 | weight_grad | 2 | winograd |" in text
+    assert "| tiny | 2 | 3 |" in text
     run("scripts/benchmark_report.py", results, "--output", page, "--no-plot")
     assert page.read_text() == text
 

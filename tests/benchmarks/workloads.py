@@ -22,13 +22,19 @@ def tiny() -> Network:
     return Network([*images, Flatten(), Linear(64, 16), ReLU(), Linear(16, 10)], (3, 8, 8))
 
 
-NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn, "tiny": tiny}
+def digits() -> Network:
+    """VGG-A as `train_vgg.py` trains it by default."""
+    return models.vgg_a(num_classes=10, input_shape=(1, 32, 32))
+
+
+NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn, "digits": digits,
+            "tiny": tiny}  # fmt: skip
 KINDS = {Conv2d: "conv", Linear: "fc", MaxPool2d: "pool", AvgPool2d: "pool"}
 
 # Images when --minibatch does not say: convolutions as few as a rank of many gets, pooling enough to leave
 # the caches, fully connected layers at the two ends of what a rank gets.
 MINIBATCHES = {"conv": (8,), "pool": (32,), "fc": (64, 256)}
-STEP_MINIBATCHES = {"vgg_a": 32, "overfeat_fast": 32, "cd_dnn": 1024, "tiny": 4}
+STEP_MINIBATCHES = {"vgg_a": 32, "overfeat_fast": 32, "cd_dnn": 1024, "digits": 64, "tiny": 4}
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,33 @@ def layer_rows(options) -> list[Row]:
                 for n in minibatches for name in wanted for who in by
                 for way in algorithms(options, net, layer, name, who)
             ]  # fmt: skip
+    return rows
+
+
+@dataclass(frozen=True)
+class Turns(Row):
+    """A pass by Winograd, and directly before each round."""
+
+    @property
+    def group(self) -> str:
+        return super().group + " turns"
+
+
+TURNS_MINIBATCHES = {"vgg_a": (8, 32), "overfeat_fast": (8, 32), "digits": (16, 32, 64), "tiny": (2,)}
+
+
+def turns_rows(options) -> list[Turns]:
+    """Every pass of every convolution for which the plan chooses Winograd; of the tiny network, which can be."""
+    rows = []
+    for net in options.nets:
+        for n in (options.minibatch or TURNS_MINIBATCHES.get(net, ())):
+            for layer, plan in layers(net, n, options.threads, "winograd" if net == "tiny" else None).items():
+                rows += [
+                    Turns(net, layer, name, n, _kernels.TARGET, "winograd")
+                    for name, way in plan.algorithms.items()
+                    if way == "winograd" and name in options.passes
+                    and any(fnmatch(layer, pattern) for pattern in options.layers)
+                ]  # fmt: skip
     return rows
 
 
