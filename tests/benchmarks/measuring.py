@@ -71,7 +71,7 @@ class Rates:
 
     @property
     def _quiet_rate(self) -> float:
-        return QUIET * statistics.median(self._samples[0])
+        return QUIET * self.peak
 
     @property
     def tile_share(self) -> float:
@@ -81,7 +81,7 @@ class Rates:
     def quiet(self, times) -> list[float]:
         """Those of a row's rounds before and after which the register tile ran at nearly the peak.
 
-        So nobody else was on the cores then. Nothing but the tile decides which rounds these are.
+        So it is likely that nobody else was on the cores. The row's own times have no say in which rounds these are.
         """
         tile, least = self._samples[1], self._quiet_rate
         rounds = zip(times, self._first_after, strict=True)
@@ -101,7 +101,7 @@ def measure(benchmark, row, call, config, rates, turn=None) -> float | None:
     At least --benchmark-min-rounds rounds, but three of long calls and one of very long ones. Before each round the
     peak is sampled, until the cores are quiet or the row has waited --wait-quiet seconds. Our kernels run on the threads
     of the sample; for others these get time to go to sleep, and a call that is not counted wakes those of the peer.
-    `turn` is called before each round, and measures itself. None with --benchmark-disable.
+    `turn` is called before each round, measures itself, and its time comes on top. None with --benchmark-disable.
     """
     benchmark.group = row.group
     if benchmark.disabled:
