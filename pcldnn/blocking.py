@@ -23,7 +23,7 @@ from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
 FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
-FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
+FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
 # Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, forward, Sapphire Rapids:
 TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
 SEGMENT_START = 150  # for another range of pixels within a tile, whose sums pass through memory in between
@@ -188,7 +188,7 @@ def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
     total, segments = 0.0, 0
     for first, last in pairwise(cuts):
         spans = [[q for q in range(first, last) if tap in columns[q]] for tap in range(shape.S)]
-        total += sum(step_cycles(machine, len(span), FMA_PER_CYCLE) for span in spans if span)
+        total += sum(step_cycles(machine, len(span), FORWARD_FMA_PER_CYCLE) for span in spans if span)
         segments += 1 + sum(a != b for a, b in pairwise(spans))
     return total, segments
 
@@ -203,7 +203,7 @@ def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) ->
         return shape.N * sum(rows) * cycles, tiles, shape.N * shape.P * segments
     columns = [len(taps) for taps in taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
     cuts = _cut(max(shape.N, 1), machine.tile[1])
-    per_pixel = sum(step_cycles(machine, last - first, FMA_PER_CYCLE) for first, last in pairwise(cuts))
+    per_pixel = sum(step_cycles(machine, last - first, FORWARD_FMA_PER_CYCLE) for first, last in pairwise(cuts))
     tiles = shape.P * shape.Q * (len(cuts) - 1)
     return sum(rows) * sum(columns) * per_pixel, tiles, tiles
 
@@ -215,17 +215,17 @@ def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) 
     c_blocks, across, _ = blocking
     groups = ceil(in_blocks / c_blocks)
     compute, tiles, segments = _forward_compute(shape, machine, across)
-    inputs = FLOAT * shape.N * in_blocks * lanes * shape.H * shape.W
+    inputs = shape.N * in_blocks * lanes * shape.H * shape.W
     out = FLOAT * shape.N * shape.P * shape.Q * vectors * machine.width
     weights = FLOAT * vectors * machine.width * c_blocks * lanes * shape.R * shape.S
     rows = FLOAT * (tile if across else 1) * c_blocks * lanes * shape.R * shape.W
     cycles = compute * in_blocks * lanes * (1 if weights <= IN_L1 * machine.l1 else FROM_L2)
     cycles += groups * (tiles * TILE_START + segments * SEGMENT_START) + out * (2 * groups - 1) / (2 * L2_BYTES)
     if weights + rows > machine.l2 // 4:
-        cycles += inputs * ceil(shape.R / shape.stride[0]) / L3_BYTES
+        cycles += FLOAT * inputs * ceil(shape.R / shape.stride[0]) / L3_BYTES
     if across:
         panels = ceil(ceil(shape.K / machine.width) / vectors)
-        return cycles + out * (2 * groups - 1) / LINE * LINE_ACROSS + PACK * inputs / FLOAT / panels
+        return cycles + out * (2 * groups - 1) / LINE * LINE_ACROSS + PACK * inputs / panels
     lines = 1 + min(tile, shape.Q) * shape.stride[1] * lanes * FLOAT / LINE
     return cycles + tiles * in_blocks * shape.R * lines * LINE_IN_ROW
 

@@ -1,6 +1,7 @@
 """Digests of the state of training: equal bits on any number of ranks, for any Partition, give equal digests.
 
-Beside them stands what makes runs comparable at all: two with the same `run_identity` have to give the same digests.
+Beside them stands what makes runs comparable at all: of two in exact mode with the same `run_identity`, which began
+with the same weights, on CPUs with the same caches, digests have to be the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import hashlib
 import itertools
 
 # What decides the numbers of a run, as a checkpoint's metadata name it.
-_IDENTITY = ("network", "seed", "dataset", "augment", "minibatch", "steps_per_epoch", "optimizer", "pieces")
+_IDENTITY = ("network", "seed", "dataset", "augment", "minibatch", "steps_per_epoch", "optimizer", "pieces", "target",
+             "algorithms")
 
 
 def run_identity(metadata: dict) -> dict:

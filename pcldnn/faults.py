@@ -1,4 +1,4 @@
-"""How an error on one rank ends the whole job: never a hang, one traceback, a non-zero exit code.
+"""How an error on one rank ends the whole job: never a hang, one report, a non-zero exit code.
 
 The paper's synchronous SGD waits for everybody in every step, so a rank that stops alone leaves all others
 waiting for ever.  `AbortOnError` is the policy, `Channel` all that it needs of MPI:
@@ -6,7 +6,8 @@ waiting for ever.  `AbortOnError` is the policy, `Channel` all that it needs of 
 1. A rank that fails asks whether another one has failed before it.  If so it stays silent and waits to be
    ended.
 2. Otherwise it tells all others and listens for `ELECTION` seconds; of those that failed at the same time
-   the lowest rank speaks.  It prints its traceback, then aborts the job.
+   the lowest rank speaks.  It prints its traceback (of errors whose message says all, the message), then
+   aborts the job.
 3. An error that all ranks raise together (`raised_on_all_ranks`) needs no election: rank 0 speaks.
 4. `sys.exit` is an orderly end when every rank leaves the block within `EXIT_GRACE` seconds, and an error
    otherwise.
@@ -286,7 +287,8 @@ def _exit_token(error):
     """A number that is 0 for a normal end and equal for equal exit codes or messages."""
     if error is None:
         return 0
-    return int.from_bytes(hashlib.sha256(repr(error.code).encode()).digest()[:7], "little") + 1
+    text = repr((error.code, str(error)))  # of a Refusal the code does not say why
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") + 1
 
 
 def is_plain(error):

@@ -82,3 +82,6 @@ def _classifier(features: int, hidden: tuple[int, ...], num_classes: int, dropou
         layers += [Linear(features, units), ReLU(), Dropout(dropout)]
         features = units
     return [*layers, Linear(features, num_classes)]
+
+
+NETWORKS = {"vgg_a": vgg_a, "overfeat_fast": overfeat_fast, "cd_dnn": cd_dnn}

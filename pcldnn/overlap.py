@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from pcldnn.exchange import reduce_trees
-from pcldnn.schedule import schedule
+from pcldnn.schedule import schedule, travelling
 from pcldnn.trace import WAIT, clock
 from pcldnn.transfer import piece_spans
 
@@ -30,6 +30,7 @@ class Pace:
 
     Beside compute an exchange takes longer than alone, because the thread that carries it gets less of the cores: a
     schedule made for the bandwidth of an idle network has it carry too much, and early layers' gradients queue up.
+    `carried` is called by that thread, everything else by the one that computes.
 
     Attributes
     ----------
@@ -71,17 +72,17 @@ class Pace:
             self._rates.append((size / max(seconds, 1e-9), size))
 
     def take(self):
-        """layer -> mean [s], and the rate of exchanges [byte/s], both since this was last called; None: of none.
+        """layer -> mean [s] since this was last called, and the rate of the last exchanges [byte/s]; None: of none.
 
-        The rate at which half of the bytes went, or slower: an exchange that began before all ranks were there says
-        nothing of the network.
+        The rate is the median, each exchange weighted by its bytes, of at most SEEN since this was last called: one
+        that began before all ranks were there says nothing of the network.
         """
         means = {layer: seconds / max(self._counted, 1) for layer, seconds in self._seconds.items()}
         self._seconds, self._counted = {}, 0
-        if not self._rates:
+        seen, self._rates = self._rates, collections.deque(maxlen=SEEN)  # the other thread may be about to append
+        if not seen:
             return means, None
-        rates, sizes = np.array(sorted(self._rates)).T
-        self._rates.clear()
+        rates, sizes = np.array(sorted(seen)).T
         return means, float(rates[np.searchsorted(np.cumsum(sizes), sizes.sum() / 2)])
 
 
@@ -103,6 +104,7 @@ class Overlap:
 
     def __init__(self, plan, units, placements, communicator, bandwidth=float("inf"), trace=None):
         self._plan, self._bandwidth, self._seconds = plan, bandwidth, None
+        self._travels = travelling(plan)
         self.trace = trace
         self._change = None  # updates a layer in this backward pass; None: no layer yet
         self._refused = self._pending = never  # whether a step is: this one, and the one whose backward comes next
@@ -249,7 +251,7 @@ class Overlap:
                 exchanged = unit.tree(placement, spans) if self._exact else (unit.gradients, spans)
             exchanges.setdefault(placement.data, []).append(exchanged)
 
-        moved = sum(part.bytes * (1 - 1 / self._placements[part.layer].data.size) for part in bundle)
+        moved = sum(part.bytes * self._travels[part.layer] for part in bundle)
 
         def run():
             start = clock()

@@ -114,6 +114,11 @@ class Plan:
         """Elements of a member's flat array that each of the ranks that have it owns: sums, updates and sends."""
         return shard_sizes(part_size(layer, member), layer.partition.data, self.machine.width)
 
+    @property
+    def split_layers(self) -> tuple[LayerPlan, ...]:
+        """Layers whose outputs ranks share."""
+        return tuple(layer for layer in self.layers if layer.partition.model > 1)
+
     def step_counts(self, rank: int, count: int, total: int) -> tuple[int, ...]:
         """Images of each rank in a step of `total` images on all ranks, `count` of which `rank` brings.
 
@@ -125,8 +130,7 @@ class Plan:
                 f"(prepared for a minibatch of {self.minibatch} on {self.ranks} ranks)"
             )
         counts = image_shares(total, self.ranks, self.pieces)
-        shared = self.pieces or any(layer.partition.model > 1 for layer in self.layers)
-        if shared and count != counts[rank]:
+        if (self.pieces or self.split_layers) and count != counts[rank]:
             raise ValueError(
                 f"images: got {count} in a step of global_count {total} on rank {rank} of {self.ranks}, wanted "
                 f"{counts[rank]} as grid.image_shares has it, since a layer is split or sums are exact "

@@ -87,6 +87,12 @@ def format_algorithms(algorithms: dict[str, str]) -> str:
     return made[0] if len(set(made)) == 1 else "/".join(made)
 
 
+def changed_algorithms(before: dict, planned: dict) -> str:
+    """"features.8 winograd, now direct; ...": layers that are not computed as they were, of those that both have."""
+    return "; ".join(f"{name} {format_algorithms(passes)}, now {format_algorithms(planned[name])}"
+                     for name, passes in before.items() if passes != planned.get(name, passes))  # fmt: skip
+
+
 def _algorithms(layer: LayerPlan) -> str:
     if not layer.forward.flop:
         return ""

@@ -3,7 +3,7 @@
 A run in exact mode writes digests of every layer's weights and momentum into its metrics file. From one of its
 checkpoints this computes the same steps again. If all digests are equal, so were all bits, on whatever machines the
 run was made; if not, the first step and layer that differ are where to look: a broken node, a memory error, another
-version of pcldnn.
+version of pcldnn, CPUs with other caches.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pcldnn import optim
+from pcldnn import _kernels, optim
 from pcldnn.arguments import parse
 from pcldnn.checkpoint import Reader
 from pcldnn.communicator import SerialCommunicator
 from pcldnn.digest import run_identity
+from pcldnn.plan_table import changed_algorithms
 from pcldnn.script import open_data, schedule
 from pcldnn.train import Trainer
 
@@ -67,7 +68,10 @@ def _check_same_run(checkpoint, metadata, metrics, wanted):
     """Refuse records of a run that has to differ. A resumed run goes on with the identity, unless settings changed."""
     here = run_identity(metadata)
     for step, record in wanted.items():
-        there = record.get("run", {})
+        if "run" not in record:
+            raise ValueError(f"metrics: step {step} in {str(metrics)!r} does not say of which run it is; wanted records "
+                             "of this version of pcldnn")  # fmt: skip
+        there = record["run"]
         different = [f"{name} {there.get(name)} (checkpoint: {here[name]})" for name in here
                      if there.get(name) != here[name]]  # fmt: skip
         if different:
@@ -91,8 +95,8 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     Raises
     ------
     ValueError
-        When there is no digest to compare with, or those in `metrics` are of a run with another seed, network, data,
-        ... than that of the checkpoint.
+        When there is no digest to compare with, those in `metrics` are of a run with another seed, network, data,
+        ... than that of the checkpoint, or this process computes by another ISA or other algorithms.
     """
     communicator = SerialCommunicator()
     with Reader(checkpoint) as reader:
@@ -105,8 +109,11 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
         raise ValueError(f"metrics: {str(metrics)!r} has no digest of a step behind step {start}, where the checkpoint "
                          "was written; digests are written with --exact or --digest-interval")  # fmt: skip
     _check_same_run(checkpoint, metadata, metrics, wanted)
+    target = metadata.get("target", _kernels.TARGET)
+    if target != _kernels.TARGET:
+        raise ValueError(f"checkpoint: {str(checkpoint)!r} is of a run with {target}, got {_kernels.TARGET} here, whose "
+                         f"sums have another order; wanted PCLDNN_ISA={target}")  # fmt: skip
     args = parse(job, ["--resume", str(checkpoint), "--single-process"], communicator, prog="replay")
-    args.steps = metadata["steps_per_epoch"]  # the length of made-up data goes by it
     train, _ = open_data(job, args)
     if train.fingerprint() != metadata["dataset"]:
         raise ValueError(f"data: {train.name} is not what the checkpoint {str(checkpoint)!r} was trained on")
@@ -118,6 +125,10 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     def compare(record):
         step = record.get("step")
         if step in wanted:
+            changed = changed_algorithms(metadata.get("algorithms", {}), network.prepared.algorithms)
+            if changed:
+                raise ValueError(f"checkpoint: {str(checkpoint)!r} is of a run with other algorithms ({changed}); wanted "
+                                 "the same PCLDNN_CONV, and exact mode if it had several ranks")  # fmt: skip
             got = record["layers"]
             differing = tuple(name for name in got if got[name] != wanted[step]["layers"].get(name))
             found.append(Comparison(start + 1, step, len(found) + 1, step if differing else None, differing))

@@ -8,10 +8,11 @@ upon between ranks:
 (b) A control word travels with the loss: whether some rank's loss is not finite, whether some rank wants to stop.
     So all ranks leave the loop after the same step, for the same reason.
 (c) An error that every rank knows and concludes alike (`faults.CollectiveError`) is raised as an ordinary exception
-    on all of them. Whatever happens on one rank alone ends the whole job, with its traceback: the others would wait
-    for it for ever.
+    on all of them. Whatever happens on one rank alone ends the whole job (`Communicator.abort_on_error`): the others
+    would wait for it for ever.
 """
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -31,7 +32,7 @@ from pcldnn.data import Loader, check_class_map
 from pcldnn.digest import layer_digests, network_digest, run_identity, total_digest
 from pcldnn.evaluation import Evaluation, evaluate
 from pcldnn.faults import CollectiveError
-from pcldnn.plan_table import format_algorithms
+from pcldnn.plan_table import changed_algorithms, format_algorithms
 from pcldnn.safetensors import remove_leftovers
 
 DIGEST_INTERVAL = 10  # [steps] in exact mode: a digest hashes all weights and momentum, which takes time
@@ -217,7 +218,7 @@ class Run:
         if self.digest_interval and (self.step % self.digest_interval == 0 or self.step == self.last_step):
             layers = layer_digests(self.network, self.optimizer)
             self.communicator.agree({f"weights of layer {name}": digest for name, digest in layers.items()})
-            record.update(digest=total_digest(layers), layers=layers, run=run_identity(self._metadata()))
+            record.update(digest=total_digest(layers), layers=layers, run=self._identity)
         self.report.step(record, batch.global_count)
         if self.callback is not None:
             self.callback(record)
@@ -263,13 +264,17 @@ class Run:
         batches = itertools.chain([weights], self.optimizer.state_by_layer(self.network))
         save_collective(self.checkpoint, shapes, batches, self._metadata(), self.communicator)
 
+    @functools.cached_property
+    def _identity(self):
+        return run_identity(self._metadata())
+
     def _metadata(self):
         return {"pcldnn": __version__, "step": self.step, "epoch": self.step // self.steps_per_epoch,
                 "steps_per_epoch": self.steps_per_epoch, "epochs": self.epochs, "minibatch": self.minibatch,
                 "seed": self.network.seed, "optimizer": self.optimizer.description(),
                 "class_names": list(self.train.class_names), "dataset": self.train.fingerprint(),
                 "augment": repr(self.loader_options.get("augment") or self.train.augment),
-                "network": network_digest(self.network),
+                "network": network_digest(self.network), "target": _kernels.TARGET,
                 "input_shape": list(self.network.input_shape), "ranks": self.communicator.size,
                 "pieces": self.network.prepared.pieces, "algorithms": self.network.prepared.algorithms,
                 "tuned": self.network.prepared.tuned, "settings": self.settings}
@@ -308,12 +313,9 @@ class Run:
         if metadata.get("pieces", 0) != self.network.prepared.pieces:
             self.report.warn(f"{path} was trained with {metadata.get('pieces', 0)} pieces a minibatch (exact mode; 0 "
                              f"is without), this run has {self.network.prepared.pieces}: bits will differ")
-        planned = self.network.prepared.algorithms
-        changed = [f"{name} {format_algorithms(passes)}, now {format_algorithms(planned[name])}"
-                   for name, passes in metadata.get("algorithms", planned).items()
-                   if passes != planned.get(name, passes)]
+        changed = changed_algorithms(metadata.get("algorithms", {}), self.network.prepared.algorithms)
         if changed:
-            self.report.warn(f"{path} was trained with other algorithms ({'; '.join(changed)}): bits will differ")
+            self.report.warn(f"{path} was trained with other algorithms ({changed}): bits will differ")
         inside = metadata["step"] % metadata["steps_per_epoch"]
         if metadata["steps_per_epoch"] != self.steps_per_epoch:
             if inside:

@@ -117,10 +117,14 @@ class _Group:
         return Stage(tuple(gradients), layers, weights)
 
 
+def travelling(plan: Plan) -> dict[str, float]:
+    """layer -> which part of its array moves in an exchange: a rank keeps its own share."""
+    return {layer.name: 1 - 1 / layer.partition.data for layer in plan.layers}
+
+
 def _fill(found, groups: list[_Group], plan: Plan, bandwidth: float, seconds: dict[str, float], early: bool):
     """What is submitted after each weight gradient, and the gradients left in the end; `groups` keep what is left."""
-    # A rank keeps its own share of an array.
-    travels = {layer.name: 1 - 1 / layer.partition.data for layer in plan.layers}
+    travels = travelling(plan)
     place = {name: i for i, name in enumerate(name for group in groups for name in group.layers)}
     # Parts of gradients that are not submitted; those of awaited layers are complete before backward goes on.
     left = Counter(part.layer for bundles in found.values() for bundle in bundles for part in bundle)

@@ -34,9 +34,13 @@ def main(job, argv=None):
     int
         Exit code, the same on every rank.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
+        return _run(job, sys.argv[1:] if argv is None else argv)
+
+
+def _run(job, argv):
     alone = "--single-process" in argv
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
     warning = copies_warning() if alone else None
     if warning:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -157,7 +161,7 @@ def describe(job, args, network, train, validation):
 
 def describe_spread(plan):
     """How layers are spread over ranks, and what exact mode does."""
-    split = [f"{layer.name} {layer.partition}" for layer in plan.layers if layer.partition.model > 1]
+    split = [f"{layer.name} {layer.partition}" for layer in plan.split_layers]
     text = f"data x model: {', '.join(split)}, other layers {plan.ranks}x1" if split else "all layers data parallel"
     return text + (f"; exact: sums are trees over {plan.pieces} pieces of a minibatch" if plan.pieces else "")
 

@@ -26,12 +26,12 @@ def main():
     arguments = parser.parse_args()
 
     run = json.loads(arguments.results.read_text())
-    groups = grouped(run)
+    groups, turns = grouped(run)
     plot = arguments.plot or arguments.output.parent / "roofline.png"
-    if not groups:
+    if not groups and not turns:
         raise SystemExit(f"{arguments.results}: holds no results of tests/benchmarks")
     text = "\n\n".join(filter(None, (
-        conditions(run), step_table(groups), layer_table(groups), means(groups), choice_table(groups),
+        conditions(run), step_table(groups), layer_table(groups), means(groups), choice_table(turns),
         memory_table(groups),
         None if arguments.no_plot else f"![Roofline]({plot.name})",
     )))  # fmt: skip
@@ -41,18 +41,20 @@ def main():
         draw(groups, plot)
 
 
-def grouped(run) -> list[tuple[dict, dict]]:
-    """Pairs (one of our rows, the peers' rows of the same layer, pass and minibatch by target)."""
-    groups = {}
+def grouped(run) -> tuple[list[tuple[dict, dict]], list[dict]]:
+    """Pairs (one of our rows, the peers' rows of the same layer, pass and minibatch by target); rows of turns."""
+    groups, turns = {}, []
     for result in run["benchmarks"]:
         info = result["extra_info"]
-        if "gflops" in info:
+        if "direct_ratio" in info:
+            turns.append(info)
+        elif "gflops" in info:
             groups.setdefault(result["group"], []).append({**info, "seconds": result["stats"]["median"]})
     pairs = []
     for rows in groups.values():
         peers = {row["target"]: row for row in rows if row["target"] in PEERS}
         pairs += [(row, peers) for row in rows if row["target"] not in PEERS]
-    return pairs
+    return pairs, turns
 
 
 def conditions(run) -> str:
@@ -130,7 +132,7 @@ def step_table(groups) -> str:
 def layer_table(groups) -> str:
     rows = []
     for row, peers in groups:
-        if row["pass"] == "step" or not row["flop"] or "direct_ratio" in row:
+        if row["pass"] == "step" or not row["flop"]:
             continue
         gflops = [number(peers.get(peer, {}).get("gflops")) for peer in PEERS]
         quiet = [number(info.get("quiet_share"), "{:.0%}") for info in (row, peers.get("onednn", {}))]
@@ -150,7 +152,7 @@ def means(groups) -> str:
     """Geometric means over the layers of a network."""
     found = {}
     for row, peers in groups:
-        if row["pass"] in PASSES and row["flop"] and "direct_ratio" not in row:
+        if row["pass"] in PASSES and row["flop"]:
             kind = "fully connected" if row["layer"].startswith("fc") else "convolutions"
             key = (row["net"], kind, row["minibatch"], row["pass"], row["algorithm"], row["target"])
             found.setdefault(key, []).append((row, peers))
@@ -172,12 +174,11 @@ def quiet_ratio(row, peer) -> float | None:
     return rates[0] / rates[1] if all(rates) else None
 
 
-def choice_table(groups) -> str:
+def choice_table(turns) -> str:
     """What Winograd gains where the plan chooses it."""
     found = {}
-    for row, _ in groups:
-        if "direct_ratio" in row:
-            found.setdefault((row["net"], row["minibatch"]), []).append(row)
+    for row in turns:
+        found.setdefault((row["net"], row["minibatch"]), []).append(row)
     rows = []
     for key, chosen in found.items():
         least = min(chosen, key=lambda row: row["direct_ratio"])

@@ -10,15 +10,13 @@ search over all block sizes of the seven loops (Das et al. 2016) within 128 KB f
 
 import argparse
 
-from pcldnn import models
 from pcldnn.balance import best_block
 from pcldnn.blocking import ConvShape
 from pcldnn.layers import Conv2d, Linear
 from pcldnn.machine import Machine, threads_per_rank
+from pcldnn.models import NETWORKS
 from pcldnn.plan import Plan
 from pcldnn.text import align
-
-NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn}
 
 
 def forward_shape(layer) -> ConvShape | None:

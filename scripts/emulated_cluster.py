@@ -9,7 +9,7 @@ end, whatever happens.
     sudo python scripts/emulated_cluster.py python scripts/train_vgg.py --steps 10 --trace trace.json
     sudo python scripts/emulated_cluster.py --hosts 3 --ranks-per-host 2 python scripts/exchange_benchmark.py
 
-Needs Linux, root, iproute2 (ip, tc) and the MPICH that comes from PyPI (pip install mpich). At the end the bytes that
+Needs Linux, root, iproute2 (ip, tc) and the MPICH of the wheel (pip install mpich). At the end the bytes that
 each host sent are printed, as the interfaces counted them.
 """
 

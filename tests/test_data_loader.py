@@ -195,6 +195,8 @@ def test_errors_surface(error, threads):
     with pytest.raises(DataError, match=r"sample 13 \((numbers\[13\]|x\.jpg)\): ") as caught:
         next(batches)
     assert caught.value.index == 13 and caught.value.__cause__ is error
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("--skip-damaged" in notes) == isinstance(error, DataError), "only damaged data can be skipped"
     assert list(batches) == []  # ended, not stuck
     with pytest.raises(DataError):
         list(loader.epoch(0))  # and the Loader can still be used

@@ -190,6 +190,11 @@ def test_overlap_changes_no_bit_on_grids_and_in_exact_mode(run_mpi, ranks):
     assert run_mpi(ranks, ["tests/mpi/overlap_cases.py", "grids"], timeout=180).stdout == "same bits on grids\n"
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_follow_the_rate_that_rank_0_measured(run_mpi, ranks):
+    assert run_mpi(ranks, ["tests/mpi/overlap_cases.py", "followed"]).stdout == "same bits whatever was measured\n"
+
+
 def test_a_refused_step_leaves_nothing_to_the_next_one(run_mpi):
     result = run_mpi(2, ["tests/mpi/overlap_cases.py", "refused"])
     assert result.stdout == "same bits without the refused steps\n"

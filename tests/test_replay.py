@@ -111,6 +111,31 @@ def test_metrics_of_another_network_are_refused(recorded, capsys, tmp_path):
     assert replayed(capsys, start, tmp_path / "m.jsonl", "--steps", "2")[0] == 0      # up to there it is the same run
 
 
+def test_a_replay_by_other_kernels_is_refused(recorded, capsys, tmp_path, monkeypatch):
+    """Bits would differ and say nothing of the run: another ISA, direct convolution in the place of Winograd."""
+    start, metrics = recorded
+    tensors, metadata = load(start)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    algorithms = {name: dict.fromkeys(passes, "fft") for name, passes in metadata["algorithms"].items()}
+    for key, value, words in (("target", "mmx", "wanted PCLDNN_ISA=mmx"), ("algorithms", algorithms, "PCLDNN_CONV")):
+        save(tmp_path / "other.safetensors", tensors, {**metadata, key: value})
+        for line in lines:
+            if "run" in line:
+                line["run"] = {**metadata, key: value}
+        (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        code, said = replayed(capsys, tmp_path / "other.safetensors", tmp_path / "m.jsonl")
+        assert (code, said.out) == (2, "") and words in said.err and "other.safetensors" in said.err, said
+
+
+def test_records_of_no_run_are_refused(recorded, capsys, tmp_path):
+    start, metrics = recorded
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[-1].pop("run")
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = replayed(capsys, start, tmp_path / "m.jsonl")
+    assert code == 2 and "step 6" in said.err and "does not say of which run" in said.err, said
+
+
 @pytest.mark.parametrize("which", ["no digest", "no checkpoint", "no script"])
 def test_what_cannot_be_replayed(recorded, capsys, tmp_path, which):
     start, metrics = recorded

@@ -39,6 +39,14 @@ def test_few_channels_and_few_images_stay_direct():
     assert set(algorithms(plan([Conv2d(512, 512, 3)], (512, 4, 4), 1, machine=MACHINES[1]))) == {"direct"}
 
 
+def test_the_traffic_of_filters_counts():
+    """As measured: 14x14 images of 8 gain by Winograd; of 2, and 4x4 images of 32, they lost or gained nothing."""
+    machine = Machine("large", "avx512", 2, 48 * 1024, 2048 * 1024, 260 * 1024**2)
+    for images, size, way in ((8, 14, "winograd"), (2, 14, "direct"), (32, 4, "direct")):
+        made = plan([Conv2d(512, 512, 3, padding=1)], (512, size, size), images, machine=machine)
+        assert set(algorithms(made)) == {way}, (images, size)
+
+
 def test_overrides(monkeypatch):
     network = models.vgg_a()
     assert set(algorithms(network.plan(32, algorithm="direct"))) == {"direct"}

@@ -7,7 +7,8 @@
 # b. A batch is some tiles of all images, as many of each kind in every batch. Per batch: transform the inputs, multiply
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
-# c. All threads share a batch: filters, the largest array of wide layers, are read once for all of them.
+# c. All threads share a batch: filters, the largest array of wide layers, are read once for all of them. They take
+#    products as they come, for a batch ends when the last of them does; who computes a product changes no bit.
 # d. The sum over input channels is the largest source of error (docs/numerics.md). It is made in blocks: the products
 #    of `c_blocks` channel blocks are added up from zero, and then to the sum of those before.
 
@@ -206,7 +207,7 @@ cdef void all_products(Winograd* g, Batch* batch, Py_ssize_t k, Py_ssize_t k1, i
     """The products and outputs of channel blocks k..k1."""
     cdef Py_ssize_t panels = panels_of(k1 - k), parts = min(panels, (2 * num_threads + 31) // 32), job
     cdef Py_ssize_t chunks = (batch.start[4] + CHUNK_TILES - 1) // CHUNK_TILES, lines = (k1 - k + LINE - 1) // LINE
-    for job in prange(POINTS * parts, num_threads=num_threads, schedule="static", chunksize=1):
+    for job in prange(POINTS * parts, num_threads=num_threads, schedule="dynamic", chunksize=1):
         multiply(g, batch, <int>(job // parts), k, k + VECTORS * (panels * (job % parts) // parts),
                  min(k + VECTORS * (panels * (job % parts + 1) // parts), k1))
     for job in prange(lines * chunks, num_threads=num_threads, schedule="static"):

@@ -68,7 +68,7 @@ cdef void weight_grad_pass_winograd(Winograd* g, int num_threads) noexcept nogil
         start_batch(g, i, &batch)
         all_inputs(g, &batch, num_threads)
         all_gradients(g, &batch, num_threads)
-        for job in prange(POINTS * parts, num_threads=num_threads, schedule="static", chunksize=1):
+        for job in prange(POINTS * parts, num_threads=num_threads, schedule="dynamic", chunksize=1):
             multiply_gradients(g, &batch, i == 0, <int>(job // parts), VECTORS * (panels * (job % parts) // parts),
                                min(VECTORS * (panels * (job % parts + 1) // parts), g.out_blocks))
     for job in prange(g.out_blocks * g.in_blocks, num_threads=num_threads, schedule="static"):

@@ -259,9 +259,12 @@ class Loader:
                 else:
                     self.augment.apply(image, batch.images[i], self.training, self.seed, batch.epoch, index)
             except DataError as error:
-                if error.index is None:
-                    raise DataError(error.reason, error.path, index) from error
-                raise
+                named = error if error.index is not None else DataError(error.reason, error.path, index)
+                if not self.skip_damaged:
+                    named.add_note("skip_damaged=True (--skip-damaged) takes another of its class instead")
+                if named is error:
+                    raise
+                raise named from error
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -274,7 +277,6 @@ class Loader:
             return self.dataset.read(index)
         except DataError as error:
             if not self.skip_damaged:
-                error.add_note("skip_damaged=True (--skip-damaged) takes another of its class instead")
                 raise
             self.damaged[index] = str(error)
             return self._substitute(index, error) if self.training else None

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from measuring import Rates
 
 pytest.importorskip("pytest_benchmark")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEYS = {"net", "layer", "pass", "algorithm", "target", "threads", "minibatch", "gflops", "peak_share", "tile_share"}
+
+
+def test_quiet_rounds_are_those_between_two_quick_samples():
+    rates = object.__new__(Rates)
+    rates._least, rates._samples, rates._first_after = 0, ([100] * 7, [99, 50, 99, 99, 60, 99, 99]), [1, 3, 4, 6]
+    assert rates.quiet([1.0, 2.0, 3.0, 4.0]) == [2.0, 4.0]
 
 
 def run(*arguments):

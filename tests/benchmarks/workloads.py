@@ -27,8 +27,7 @@ def digits() -> Network:
     return models.vgg_a(num_classes=10, input_shape=(1, 32, 32))
 
 
-NETWORKS = {"vgg_a": models.vgg_a, "overfeat_fast": models.overfeat_fast, "cd_dnn": models.cd_dnn, "digits": digits,
-            "tiny": tiny}  # fmt: skip
+NETWORKS = {**models.NETWORKS, "digits": digits, "tiny": tiny}
 KINDS = {Conv2d: "conv", Linear: "fc", MaxPool2d: "pool", AvgPool2d: "pool"}
 
 # Images when --minibatch does not say: convolutions as few as a rank of many gets, pooling enough to leave

@@ -16,6 +16,11 @@ def network():
                     Linear(11 * 25, 500), ReLU(), Dropout(0.5), Linear(500, 10)], (1, 28, 28), seed=3)  # fmt: skip
 
 
+# What exchanges really take; with `unmeasured` in its place the schedule does not follow it.
+measured = overlap.Pace.carried
+overlap.Pace.carried = unmeasured = lambda *_: None
+
+
 def train(comm, bandwidth, steps=5, early=False, **options):
     """Digest of weights and momentum after some steps on made-up images, each rank with its share.
 
@@ -23,7 +28,6 @@ def train(comm, bandwidth, steps=5, early=False, **options):
     are. A last step is refused: it changes nothing.
     """
     comm.bandwidth = lambda: bandwidth
-    overlap.Pace.carried = lambda *_: None  # or the schedule would follow what the exchanges really take
     net, optimizer = network(), SGD(0.05, momentum=0.9)
     partitions = {name: Partition(data=comm.size) for name in ("classifier.0", "classifier.3")}
     net.prepare(4 * comm.size, comm, threads=1, **{"partitions": partitions, **options})
@@ -48,6 +52,21 @@ def digest_of(net, optimizer, comm):
     digest = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
     assert len(set(comm.allgather_object(digest))) == 1, "ranks hold different weights"
     return digest
+
+
+def followed(comm):
+    """Ranks measure unlike rates, all follow rank 0's, and the new schedule changes no bit."""
+    comm.start_thread()
+    steps = overlap.FIRST + 3
+    wanted = train(comm, 1e12, steps, early=True)
+    for rate in (1e5, 1e15):
+        overlap.Pace.carried = lambda pace, size, _, rate=rate: measured(pace, size, size / (rate * (1 + comm.rank)))
+        got = train(comm, 1e12, steps, early=True)
+        assert got[0] == wanted[0] and len(set(comm.allgather_object(got))) == 1, rate
+        assert (got[1] != wanted[1]) == (rate == 1e5), "the schedule did not follow rank 0's rate"
+    overlap.Pace.carried = unmeasured
+    if comm.rank == 0:
+        print("same bits whatever was measured")
 
 
 def refused(comm):
