@@ -152,7 +152,11 @@ def pack_size(shape: ConvShape, machine: Machine) -> int:
 
 def equal_sizes(n: int) -> list[int]:
     """Block sizes that cut n in equal parts, up to rounding: the only ones worth trying."""
-    return sorted({ceil(n / parts) for parts in range(1, n + 1)})
+    sizes = [n] if n > 0 else []
+    while sizes and sizes[-1] > 1:
+        parts = ceil(n / (sizes[-1] - 1))  # the fewest that make smaller ones
+        sizes.append(ceil(n / parts))
+    return sizes[::-1]
 
 
 def fma_per_cycle(machine: Machine) -> int:
@@ -166,6 +170,15 @@ def step_cycles(machine: Machine, pixels: int, per_cycle: int | None = None) -> 
     `per_cycle`: default `fma_per_cycle`.
     """
     return max(machine.tile[0] * pixels / (per_cycle or fma_per_cycle(machine)), FMA_LATENCY)
+
+
+def tiles_cycles(machine: Machine, count: int, per_cycle: int | None = None, each: float = 0) -> float:
+    """Cycles of a step of all the nearly equal tiles that `count` pixels are cut into, and `each` for every tile."""
+    tiles = ceil(count / machine.tile[1])
+    width, wider = divmod(count, max(tiles, 1))
+    narrow = step_cycles(machine, width, per_cycle) if wider < tiles else 0
+    wide = step_cycles(machine, width + 1, per_cycle) if wider else 0
+    return (tiles - wider) * narrow + wider * wide + tiles * each
 
 
 def _cut(count: int, tile: int) -> list[int]:
@@ -202,9 +215,9 @@ def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) ->
         tiles = shape.N * shape.P * ceil(shape.Q / machine.tile[1])
         return shape.N * sum(rows) * cycles, tiles, shape.N * shape.P * segments
     columns = [len(taps) for taps in taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
-    cuts = _cut(max(shape.N, 1), machine.tile[1])
-    per_pixel = sum(step_cycles(machine, last - first, FORWARD_FMA_PER_CYCLE) for first, last in pairwise(cuts))
-    tiles = shape.P * shape.Q * (len(cuts) - 1)
+    images = max(shape.N, 1)
+    per_pixel = tiles_cycles(machine, images, FORWARD_FMA_PER_CYCLE)
+    tiles = shape.P * shape.Q * ceil(images / machine.tile[1])
     return sum(rows) * sum(columns) * per_pixel, tiles, tiles
 
 
@@ -292,7 +305,7 @@ def linear(summed: int, tiled: int, vectors: int, machine: Machine, threads: int
     candidates = [LinearBlocking(depth, *c) for c in product(equal_sizes(max(ceil(tiled / tile), 1)), panels)]
     fitting = [c for c in candidates if _linear_block(machine, c) <= machine.l2 // 2] or candidates[:1]
     tiled = max(tiled, 1)  # a rank may have no images
-    compute = summed * sum(step_cycles(machine, last - first) for first, last in pairwise(_cut(tiled, tile)))
+    compute = summed * tiles_cycles(machine, tiled)
 
     def cycles(cut):  # of the thread with most jobs
         from_l2, from_l3 = _linear_bytes(summed, tiled, machine, cut)
@@ -319,16 +332,15 @@ def linear_input_grad(samples: int, features: int, machine: Machine, threads: in
     Few samples at a time, so that many features fit a job, and no more than leave their gradients in a quarter of L2;
     then the number of feature blocks whose tiles are full and whose jobs come out even among the threads.
     """
-    width, tile = machine.width, machine.tile[1]
+    width = machine.width
     depth = _linear_depth(machine, machine.l1)
     most = max(machine.l2 // 4 // (FLOAT * depth * width) // machine.tile[0], 1) * machine.tile[0]
     vectors = min(ceil(min(max(samples, 1), GRADIENT_SAMPLES) / width), most)
     blocks = max(features // width, 1)
 
     def cycles(size):  # of the thread with most jobs, for one step of the sum
-        cuts = _cut(size * width, tile)
         visit = machine.tile[0] * width * FLOAT / L2_BYTES + TILE_START / depth  # gradients and start of a tile
-        job = sum(step_cycles(machine, last - first) + visit for first, last in pairwise(cuts))
+        job = tiles_cycles(machine, size * width, each=visit)
         return ceil(ceil(blocks / size) / threads) * job
 
     most = min(max(SUMS // (vectors * width**2), 1), blocks, MOST_FEATURE_BLOCKS)

@@ -4,6 +4,7 @@
 (`scaling.py`) can be asked about machines that are not at hand; `CLUSTERS` holds the paper's two.
 """
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, replace
@@ -126,24 +127,37 @@ def cgroup_quota() -> float | None:
 
 
 def _quota_v2():
-    """The tightest cpu.max on the path from this process's group to the root."""
+    limits = (text.split() for text in _group_files("cpu.max"))
+    return min((int(quota) / int(period) for quota, period in limits if quota != "max"), default=None)
+
+
+def _group_files(name):
+    """Texts of the files of this name on the path from this process's group to the root (version 2)."""
     group = next(line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines()
                  if line.startswith("0::"))  # fmt: skip
-    root, limits = Path("/sys/fs/cgroup"), []
+    root, texts = Path("/sys/fs/cgroup"), []
     for folder in (root / group.lstrip("/"), *(root / group.lstrip("/")).parents):
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
-                limits.append(int(quota) / int(period))
+        if (folder / name).exists():
+            texts.append((folder / name).read_text().strip())
         if folder == root:
             break
-    return min(limits, default=None)
+    return texts
 
 
 def _quota_v1():
     folder = Path("/sys/fs/cgroup/cpu")
     quota = int((folder / "cpu.cfs_quota_us").read_text())
     return quota / int((folder / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+
+
+def memory_limit() -> int:
+    """Memory that the processes of this node may use: physical memory, or less by control group [byte]."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        limits += [int(text) for text in _group_files("memory.max") if text != "max"]
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int(Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").read_text()))
+    return min(limits)
 
 
 def available_cores() -> tuple[int, str]:

@@ -12,7 +12,8 @@ from pcldnn.communicator import LaunchError, create
 from pcldnn.data import DataError, open_dataset, open_synthetic
 from pcldnn.faults import CollectiveError, in_a_line
 from pcldnn.launcher import copies_warning
-from pcldnn.machine import reserved_cores, threads_per_rank
+from pcldnn.machine import memory_limit, reserved_cores, threads_per_rank
+from pcldnn.text import format_bytes
 from pcldnn.train import OutputError, Trainer
 
 
@@ -69,6 +70,7 @@ def _train(job, args, communicator):
     optimizer = together(communicator, lambda: optim.SGD(schedule(args), args.momentum, args.weight_decay))
     spread = {"partitions": args.partition, "exact": args.exact}
     plan = together(communicator, lambda: network.plan(args.minibatch, communicator.size, **spread))
+    together(communicator, lambda: check_memory(plan, communicator.node_size))
     threads, reason = threads_per_rank(communicator.ranks_sharing_cores, args.threads)
     reserve, why = reserved_cores(threads, reason, args.comm_cores)
     if reason != "as requested":
@@ -99,6 +101,14 @@ def start_exchange(communicator, args, reserve, why):
         return None
     beside = "no overlap (--no-overlap)" if args.no_overlap else communicator.start_thread(reserve)
     return f"exchange: {communicator.transport}; {beside}; {_count(reserve, 'core')} reserved ({why})"
+
+
+def check_memory(plan, ranks):
+    """Refuse at the start what the system would kill later: a plan that `ranks` ranks of this node have no room for."""
+    own, room = sum(plan.memory.values()), memory_limit()
+    if ranks * own > room:
+        raise ValueError(f"memory: {_count(ranks, 'rank')} of this node, {format_bytes(own)} each by the plan, got "
+                         f"{format_bytes(room)} in all; wanted a smaller --minibatch, or ranks on more nodes")
 
 
 def together(communicator, function):

@@ -59,6 +59,17 @@ def test_blocking_of_fully_connected_layers_on_known_caches():
         assert 256 <= depth <= 1024 and tiles >= 5 and 2 <= panels <= 16
 
 
+def test_sizes_and_tiles_of_large_counts():
+    """The short ways are those by hand."""
+    for n in range(1, 200):
+        assert solver.equal_sizes(n) == sorted({-(-n // parts) for parts in range(1, n + 1)})
+        machine, tiles = MACHINES[0], -(-n // 6)
+        widths = [n * (t + 1) // tiles - n * t // tiles for t in range(tiles)]
+        wanted = sum(solver.step_cycles(machine, width) + 7 for width in widths)
+        assert machine.tile[1] == 6 and solver.tiles_cycles(machine, n, each=7) == wanted
+    assert len(solver.equal_sizes(10**12)) < 3e6
+
+
 def test_filters_of_wide_convolutions_stay_in_l1():
     """What was measured to be good: of VGG-A's deep layers one block of channels at a time, 36 KB of filters."""
     for shape in ((8, 256, 28, 28, 512), (8, 512, 28, 28, 512), (8, 512, 14, 14, 512)):

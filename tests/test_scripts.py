@@ -131,9 +131,10 @@ def test_the_other_networks_of_the_paper(run_mpi, script, flags):
     (["--data", "nowhere"], ["nowhere"]), (["--image-size", "16"], ["features.", "size"]),
     (["--classes", "11"], ["11", "10"]), (["--momentum", "1"], ["momentum"]),
     (["--partition", "fc6=3x1"], ["fc6", "2, the number of ranks"]),
+    (["--minibatch", "100000000"], ["memory: 2 ranks of this node", "--minibatch"]),
     (["--resume", "nowhere.safetensors"], ["nowhere.safetensors"]),
     (["--data", "x.npz", "--synthetic"], ["--synthetic"]), (["--samples", "5"], ["--samples 5", "--synthetic"]),
-    (["--lr-every", "2"], ["--lr-every", "--lr-schedule step", "constant"]),
+    (["--lr-every", "2"], ["--lr-every", "--lr-schedule step", "poly"]),
     (["--lr-power", "2", "--lr-schedule", "step"], ["--lr-power", "poly"]), (["--digest-interval", "2"], ["--metrics"]),
     (["--steps", "0"], ["--steps", "at least 1"]), (["--synthetic", "--scale", "40", "50"], ["--scale", "--synthetic"]), (["--exact", "--tune"], ["--no-tune"]),
     (["--metrics", "no/m.jsonl"], ["no/m.jsonl"]), (["--checkpoint", "no/c"], ["no/c"])])
