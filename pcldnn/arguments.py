@@ -43,7 +43,7 @@ class Job:
 # What a checkpoint keeps and a resumed run takes over; the flag of `lr_every` is --lr-every, and so on.
 SETTINGS = ("data", "synthetic", "samples", "image_size", "classes", "scale", "mirror", "shift", "minibatch", "epochs",
             "lr", "lr_schedule", "lr_every", "lr_factor", "lr_power", "lr_warmup", "momentum", "weight_decay", "dropout",
-            "seed", "exact", "tune", "validation")
+            "seed", "exact", "tune", "validation", "digest_interval")
 _EVERYWHERE = {"synthetic": False, "exact": False, "tune": False, "validation": True, "seed": 0,
                "lr_schedule": "constant", "lr_every": 30.0, "lr_factor": 0.1, "lr_power": 1.0, "lr_warmup": 0.0}
 _OF_SCHEDULE = {"lr_every": "step", "lr_factor": "step", "lr_power": "poly"}
@@ -68,7 +68,7 @@ files:
   and run, by which it tells the run from others.
 
 exit code: 0 when training came to its end or was stopped by a signal, 1 after an error (a diverged loss, a damaged
-sample, a checkpoint that could not be written, ranks that disagree), 2 for what cannot be done as asked: wrong flags,
+sample, a checkpoint or metrics that could not be written, ranks that disagree), 2 for what cannot be done as asked: wrong flags,
 values that the network or the plan refuses, files that cannot be opened.
 """
 
@@ -250,7 +250,9 @@ def parse(job, argv, communicator, prog=None):
             with CollectiveReader(args.resume, communicator) as reader:
                 stored = {name: reader.metadata[name] for name in SETTINGS if name in reader.metadata}
                 stored.update(reader.metadata.get("settings", {}))
-        samples = args.samples
+        if stored.get("job", job.title) != job.title:
+            parser.error(f"--resume: {args.resume} is a checkpoint of {stored['job']}; wanted one of {job.title}")
+        samples, digest_interval = args.samples, args.digest_interval
         resized = [f"--{name}" for name in ("scale", "mirror", "shift") if getattr(args, name) is not None]
         of_schedule = [name for name in _OF_SCHEDULE if getattr(args, name) is not None]
         fill(job, args, stored)
@@ -258,7 +260,7 @@ def parse(job, argv, communicator, prog=None):
             if args.lr_schedule != _OF_SCHEDULE[name]:
                 parser.error(f"--{name.replace('_', '-')}: only --lr-schedule {_OF_SCHEDULE[name]} takes it, not "
                              f"{args.lr_schedule}")
-        if args.digest_interval is not None and args.metrics is None:
+        if digest_interval is not None and args.metrics is None:
             parser.error("--digest-interval: digests go to the file of --metrics, which is not given")
         if samples is not None and not args.synthetic:
             parser.error(f"--samples {samples}: that many are made up with --synthetic; other data have their own number")
@@ -292,9 +294,9 @@ def fill(job, args, stored):
         args.samples = args.minibatch * min(max(args.steps or 0, 1), 64)
 
 
-def settings_of(args):
-    """What a checkpoint keeps: the settled settings."""
-    settings = {name: getattr(args, name) for name in SETTINGS}
+def settings_of(job, args):
+    """What a checkpoint keeps: the settled settings, and whose they are."""
+    settings = {"job": job.title, **{name: getattr(args, name) for name in SETTINGS}}
     if args.data is not None:
         settings["data"] = os.path.abspath(args.data)
     return settings

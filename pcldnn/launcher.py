@@ -156,7 +156,7 @@ def oversubscription_warning(ranks):
                 else f"start at most {cores} ranks on this node (mpirun -n {cores}) with --threads 1"
             )
             return (
-                f"node {host} is oversubscribed: {count} ranks run {total} threads on {cores} cores, "
+                f"node {host} is oversubscribed: {count} rank{'s' * (count > 1)} run{'s' * (count == 1)} {total} threads on {cores} cores, "
                 f"which slows all; {fix}"
             )
         for rank, threads, _, own in members:

@@ -18,6 +18,7 @@ from pcldnn._kernels.isa import ISAS, isa
 
 _CPUS = Path("/sys/devices/system/cpu")
 
+MOST_THREADS = 1024  # of a rank: far more end in a crash of the OpenMP library
 CORES_FOR_COMMUNICATION = 8  # cores of a rank from which on one of them is worth more to communication than to compute
 
 
@@ -199,14 +200,14 @@ def threads_per_rank(ranks_sharing_cores: int, requested: int | None = None) -> 
     Raises
     ------
     ValueError
-        When a request is not a positive number.
+        When a request is not a number from 1 to MOST_THREADS.
     """
     for value, source in ((requested, "as requested"), (os.environ.get("OMP_NUM_THREADS"), "OMP_NUM_THREADS")):
         if value in (None, ""):
             continue
         text = str(value).split(",")[0].strip()
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"threads ({source}): got {value!r}, wanted a number of at least 1")
+        if not text.isdigit() or not 1 <= int(text) <= MOST_THREADS:
+            raise ValueError(f"threads ({source}): got {value!r}, wanted a number from 1 to {MOST_THREADS}")
         return int(text), source
     cores, reason = available_cores()
     if ranks_sharing_cores > 1:
@@ -223,8 +224,15 @@ def reserved_cores(threads: int, reason: str, requested: int | None = None) -> t
         What `threads_per_rank` found.
     requested : int, optional
         What the user asked for; obeyed.
+
+    Raises
+    ------
+    ValueError
+        When more cores are asked for than there are.
     """
     if requested is not None:
+        if requested > threads:
+            raise ValueError(f"comm-cores: got {requested}, wanted at most the {threads} of a rank ({reason})")
         return requested, "as requested"
     if reason in ("as requested", "OMP_NUM_THREADS"):
         return 0, "the number of threads is given"
@@ -239,16 +247,17 @@ def measure_flops(num_threads: int, seconds: float = 0.1, kind: str = "fma_loop"
     With kind="tile_loop" what the kernels' register tile reaches on operands in L1: nearly the peak, unless somebody
     else uses the same cores.
     """
-    loop, best, steps = getattr(_compiled(), kind), 0.0, 1000
+    loop, best, steps, samples = getattr(_compiled(), kind), 0.0, 1000, 0
     loop(steps, num_threads)
     stop = time.perf_counter() + seconds
-    while time.perf_counter() < stop:
+    while samples < 5 or time.perf_counter() < stop:  # on a busy machine most of them are disturbed
         start = time.perf_counter()
         flop = loop(steps, num_threads)
-        elapsed = time.perf_counter() - start
-        best = max(best, flop / elapsed)
-        if elapsed < seconds / 10:
+        best = max(best, flop / (time.perf_counter() - start))
+        if flop / best < seconds / 20:  # what it takes undisturbed
             steps *= 2
+        else:
+            samples += 1
     return best
 
 

@@ -31,6 +31,7 @@ class Report:
         self.printing, self.interval = printing, interval
         self.with_bar = printing and tqdm is not None and (sys.stderr.isatty() if bar is None else bar)
         self._path, self._file, self._bar = metrics, None, None
+        self.metrics_error = None
 
     def start(self, step, last_step, epochs, steps_per_epoch):
         """Training is about to begin after `step` steps, of `last_step`. OSError: the metrics file cannot be opened."""
@@ -105,7 +106,8 @@ class Report:
             self._file.flush()
         except OSError as error:
             self._file = None
-            self.warn(f"metrics file {os.fspath(self._path)!r}: {error.strerror}; it ends here, training goes on")
+            self.metrics_error = f"metrics file {os.fspath(self._path)!r}: {error.strerror}"
+            self.warn(f"{self.metrics_error}; it ends here, training goes on")
 
     def _close_bar(self):
         if self._bar is not None:

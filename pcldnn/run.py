@@ -81,8 +81,8 @@ class TrainingResult:
         Of this call, all in all.
     stopped : str or None
         Why training ended before its last step.
-    checkpoint_error : str or None
-        Why the last checkpoint could not be written.
+    checkpoint_error, metrics_error : str or None
+        Why the last checkpoint, or the rest of the metrics file, could not be written.
     """
     step: int = 0
     epoch: int = 0
@@ -92,6 +92,7 @@ class TrainingResult:
     seconds: float = 0.0
     stopped: str = None
     checkpoint_error: str = None
+    metrics_error: str = None
 
 
 class Run:
@@ -161,6 +162,7 @@ class Run:
         result.step, result.epoch = self.step, self.step // self.steps_per_epoch
         result.images_per_s = images / busy if busy else 0.0
         result.seconds = time.perf_counter() - start
+        result.metrics_error = self.communicator.broadcast(self.report.metrics_error)
         self.report.finish(result)
         self.recording.finish()
         return result
@@ -301,6 +303,10 @@ class Run:
         except ValueError as cause:      # the same on every rank: all have read the same file
             raise CollectiveCheckpointError(f"cannot resume from {str(path)!r}: {cause}") from cause
         self.step = metadata.get("step", 0)
+        if metadata:
+            self.report.say(f"{path}: training goes on after step {self.step}" if self.step < self.last_step else
+                            f"{path}: nothing is left to train: it is at step {self.step}, this run ends at step "
+                            f"{self.last_step}")
 
     def _check_resume(self, path, metadata):
         if not metadata:

@@ -71,8 +71,9 @@ def _train(job, args, communicator):
     spread = {"partitions": args.partition, "exact": args.exact}
     plan = together(communicator, lambda: network.plan(args.minibatch, communicator.size, **spread))
     together(communicator, lambda: check_memory(plan, communicator.node_size))
-    threads, reason = threads_per_rank(communicator.ranks_sharing_cores, args.threads)
-    reserve, why = reserved_cores(threads, reason, args.comm_cores)
+    sharing = communicator.ranks_sharing_cores
+    threads, reason = together(communicator, lambda: threads_per_rank(sharing, args.threads))
+    reserve, why = together(communicator, lambda: reserved_cores(threads, reason, args.comm_cores))
     if reason != "as requested":
         threads = max(threads - reserve, 1)
     exchange = together(communicator, lambda: start_exchange(communicator, args, reserve, why))
@@ -91,8 +92,8 @@ def _train(job, args, communicator):
                              checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
                              trace=args.trace, profile=args.profile,
                              log_interval=args.log_interval, digest_interval=args.digest_interval,
-                             settings=settings_of(args), threads=args.data_threads, skip_damaged=args.skip_damaged)
-    return 1 if result.checkpoint_error else 0
+                             settings=settings_of(job, args), threads=args.data_threads, skip_damaged=args.skip_damaged)
+    return 1 if result.checkpoint_error or result.metrics_error else 0
 
 
 def start_exchange(communicator, args, reserve, why):

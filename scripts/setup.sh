@@ -71,7 +71,8 @@ if [ "$(cat .venv/built 2>/dev/null)" != "$(fingerprint)" ] ||
     check_compiler
     echo "pcldnn: building and installing into .venv (some minutes; log: .venv/setup.log)" >&2
     rm -f .venv/built .venv/extra-*
-    install -e ".[$extra]"
+    # As a path: by the import hook that is the default, a folder pcldnn beside the user's program, this checkout, comes first.
+    install -e ".[$extra]" --config-settings editable_mode=compat
     fingerprint >.venv/built
 elif [ ! -e ".venv/extra-$extra" ]; then
     echo "pcldnn: installing what belongs to '$extra' into .venv (log: .venv/setup.log)" >&2

@@ -137,6 +137,7 @@ def test_the_other_networks_of_the_paper(run_mpi, script, flags):
     (["--lr-every", "2"], ["--lr-every", "--lr-schedule step", "poly"]),
     (["--lr-power", "2", "--lr-schedule", "step"], ["--lr-power", "poly"]), (["--digest-interval", "2"], ["--metrics"]),
     (["--steps", "0"], ["--steps", "at least 1"]), (["--synthetic", "--scale", "40", "50"], ["--scale", "--synthetic"]), (["--exact", "--tune"], ["--no-tune"]),
+    (["--threads", "100000"], ["threads", "1 to 1024"]), (["--comm-cores", "99"], ["comm-cores: got 99"]),
     (["--metrics", "no/m.jsonl"], ["no/m.jsonl"]), (["--checkpoint", "no/c"], ["no/c"])])
 def test_user_errors_are_one_message(run_mpi, flags, words):
     """A6 and others: told once, by rank 0, without a traceback."""
@@ -145,6 +146,35 @@ def test_user_errors_are_one_message(run_mpi, flags, words):
     said = done.stderr.split("error: ")[1]  # what is before it is the usage, which has the names of all flags
     for word in words:
         assert word in said, done.output
+
+
+def test_a_checkpoint_says_whose_it_is_and_how_far(run_mpi, tmp_path):
+    """Another network's is refused by name; one that has come to the end says so; digests go on as they were."""
+    file, metrics = tmp_path / "c.safetensors", tmp_path / "m.jsonl"
+    run_mpi(1, [VGG, *SMALL, "--steps", "2", "--checkpoint", file, "--metrics", metrics, "--digest-interval", "1"])
+    done = run_mpi(1, [VGG, "--resume", file, "--steps", "2", "--no-validation"])
+    assert "nothing is left to train: it is at step 2, this run ends at step 2" in done.stdout, done.output
+    done = run_mpi(1, [VGG, "--resume", file, "--steps", "4", "--no-validation", "--metrics", metrics])
+    assert "training goes on after step 2" in done.stdout, done.output
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines if "digest" in line] == [1, 2, 3, 4]
+    done = run_mpi(1, ["scripts/train_overfeat.py", "--resume", file], check=False)
+    assert done.returncode == 2 and "is a checkpoint of VGG-A" in done.stderr.split("error: ")[1], done.output
+
+
+def test_metrics_that_cannot_be_written_on_end_in_an_error(run_mpi):
+    done = run_mpi(2, [VGG, *SMALL, "--steps", "2", "--metrics", "/dev/full"], check=False)
+    assert done.returncode == 1 and "done: 2 steps" in done.stdout and "No space left" in done.stderr, done.output
+
+
+@pytest.mark.parametrize("file, output", [("none.jsonl", "x.png"), ("m.jsonl", "no/x.png")])
+def test_a_picture_of_wrong_paths_is_one_line(tmp_path, file, output):
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    if output == "no/x.png":
+        pytest.importorskip("matplotlib")
+    done = subprocess.run([sys.executable, "scripts/plot_metrics.py", tmp_path / file, "-o", tmp_path / output],
+                          capture_output=True, text=True, check=False, timeout=60)  # fmt: skip
+    assert done.returncode == 1 and "No such file" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_folder_of_images_with_a_damaged_one(run_mpi, tmp_path):
@@ -231,12 +261,12 @@ def test_settings_come_from_flags_then_checkpoint_then_job():
     assert settled(["--minibatch", "9"], {"minibatch": 7}).minibatch == 9
     assert settled(["--data", "new"], {"data": "old", "seed": 4}).data == "new"
     assert settled([], {"data": "old"}).data == "old" and settled(["--synthetic"], {"data": "old"}).data is None
-    made_up = settings_of(settled(["--synthetic", "--steps", "2", "--no-validation"], {}))
+    made_up = settings_of(job, settled(["--synthetic", "--steps", "2", "--no-validation"], {}))
     assert made_up["samples"] == 2 * 256 and made_up["validation"] is False
     longer = settled(["--synthetic", "--steps", "6"], made_up)      # the same data, however many steps are wanted now
     assert longer.samples == 2 * 256 and longer.validation is False
     assert settled(["--data", "x"], made_up).samples is None and settled([], {}).validation is True
-    kept = settings_of(settled(["--data", "x", "--mirror"], {}))
+    kept = settings_of(job, settled(["--data", "x", "--mirror"], {}))
     assert kept["data"] == os.path.abspath("x") and kept["mirror"] is True
     json.dumps(kept)
 
