@@ -251,7 +251,8 @@ def parse(job, argv, communicator, prog=None):
                 stored = {name: reader.metadata[name] for name in SETTINGS if name in reader.metadata}
                 stored.update(reader.metadata.get("settings", {}))
         if stored.get("job", job.title) != job.title:
-            parser.error(f"--resume: {args.resume} is a checkpoint of {stored['job']}; wanted one of {job.title}")
+            parser.error(f"--resume: {args.resume} is a checkpoint of {stored['job']}, wanted one of {job.title}: use the "
+                         "script that made it")
         samples, digest_interval = args.samples, args.digest_interval
         resized = [f"--{name}" for name in ("scale", "mirror", "shift") if getattr(args, name) is not None]
         of_schedule = [name for name in _OF_SCHEDULE if getattr(args, name) is not None]

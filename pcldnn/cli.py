@@ -16,11 +16,7 @@ from pcldnn.machine import Machine, cache_sizes, threads_per_rank
 from pcldnn.mpi import mpi_information
 from pcldnn.replay import replay
 
-NETWORKS = {
-    "vgg_a": (models.vgg_a, 224, (3, None, None)),
-    "overfeat_fast": (models.overfeat_fast, 231, (3, None, None)),
-    "cd_dnn": (models.cd_dnn, None, None),
-}
+SIZES = {"vgg_a": 224, "overfeat_fast": 231}  # side of the input [pixel], of networks that take images
 
 
 def main(argv=None):
@@ -49,7 +45,7 @@ def _parser():
                     "Nothing is allocated (but by --tune) and no MPI is started, so any number of ranks can be "
                     "asked for.",
         epilog="example: python -m pcldnn plan vgg_a --minibatch 256 --ranks 64")
-    plan.add_argument("network", choices=NETWORKS)
+    plan.add_argument("network", choices=models.NETWORKS)
     plan.add_argument("--minibatch", type=int, default=32, metavar="N",
                       help="images per step over all ranks (default %(default)s)")
     plan.add_argument("--ranks", type=int, default=1, metavar="N", help="MPI ranks (default %(default)s)")
@@ -170,15 +166,14 @@ def _cpu_name():
 
 
 def _plan(args):
-    build, size, shape = NETWORKS[args.network]
-    options = {}
-    if shape is not None:
-        side = args.image_size or size
-        options["input_shape"] = (args.channels or shape[0], side, side)
+    build, options, images = models.NETWORKS[args.network], {}, args.network in SIZES
+    if images:
+        side = args.image_size or SIZES[args.network]
+        options["input_shape"] = (args.channels or 3, side, side)
     elif args.image_size or args.channels:
         raise ValueError(f"--image-size, --channels: the input of {args.network} is a vector, not an image")
     if args.classes:
-        options["classes" if shape is None else "num_classes"] = args.classes
+        options["num_classes" if images else "classes"] = args.classes
     threads = args.threads or threads_per_rank(1)[0]
     machine = Machine.detect().measured() if args.blocking else None
     plan = build(**options).plan(args.minibatch, args.ranks, threads=threads, training=not args.inference,

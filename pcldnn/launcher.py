@@ -9,6 +9,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+from pcldnn.text import counted
+
 INSTALL_ADVICE = (
     "pip install 'pcldnn[mpich]' brings MPICH and its mpirun as a wheel; to use the MPI of this system, "
     "pip install mpi4py with that MPI's libraries on the loader's path (on a cluster: load its MPI module)"
@@ -156,8 +158,8 @@ def oversubscription_warning(ranks):
                 else f"start at most {cores} ranks on this node (mpirun -n {cores}) with --threads 1"
             )
             return (
-                f"node {host} is oversubscribed: {count} rank{'s' * (count > 1)} run{'s' * (count == 1)} {total} threads on {cores} cores, "
-                f"which slows all; {fix}"
+                f"node {host} is oversubscribed: {counted(count, 'rank')} with {counted(total, 'thread')} on "
+                f"{counted(cores, 'core')}, which slows all; {fix}"
             )
         for rank, threads, _, own in members:
             if threads > own:

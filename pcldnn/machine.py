@@ -228,13 +228,15 @@ def reserved_cores(threads: int, reason: str, requested: int | None = None) -> t
     Raises
     ------
     ValueError
-        When more cores are asked for than there are.
+        When no core would be left to compute.
     """
+    given = reason in ("as requested", "OMP_NUM_THREADS")
     if requested is not None:
-        if requested > threads:
-            raise ValueError(f"comm-cores: got {requested}, wanted at most the {threads} of a rank ({reason})")
+        if requested >= threads and requested > 0 and not given:
+            raise ValueError(f"comm-cores: got {requested}, wanted at most {threads - 1}: of the cores of a rank "
+                             f"({threads}: {reason}) one must be left to compute")  # fmt: skip
         return requested, "as requested"
-    if reason in ("as requested", "OMP_NUM_THREADS"):
+    if given:
         return 0, "the number of threads is given"
     if threads < CORES_FOR_COMMUNICATION:
         return 0, f"fewer than {CORES_FOR_COMMUNICATION} cores a rank"

@@ -73,7 +73,9 @@ def _check_same_run(checkpoint, metadata, metrics, wanted):
                              "of this version of pcldnn")  # fmt: skip
         there = record["run"]
         different = [f"{name} {there.get(name)} (checkpoint: {here[name]})" for name in here
-                     if there.get(name) != here[name]]  # fmt: skip
+                     if there.get(name) != here[name] and name != "algorithms"]  # fmt: skip
+        changed = changed_algorithms(here["algorithms"] or {}, there.get("algorithms") or {})
+        different += [f"algorithms (checkpoint: {changed} in the metrics)"] if changed else []
         if different:
             raise ValueError(f"metrics: step {step} in {str(metrics)!r} is not of the run of checkpoint "
                              f"{str(checkpoint)!r}: {'; '.join(different)}. Wanted the metrics file that was written "
@@ -125,7 +127,7 @@ def replay(job, checkpoint, metrics, steps: int | None = None, threads: int | No
     def compare(record):
         step = record.get("step")
         if step in wanted:
-            changed = changed_algorithms(metadata.get("algorithms", {}), network.prepared.algorithms)
+            changed = not found and changed_algorithms(metadata.get("algorithms", {}), network.prepared.algorithms)
             if changed:
                 raise ValueError(f"checkpoint: {str(checkpoint)!r} is of a run with other algorithms ({changed}); wanted "
                                  "the same PCLDNN_CONV, and exact mode if it had several ranks")  # fmt: skip

@@ -13,7 +13,7 @@ from pcldnn.data import DataError, open_dataset, open_synthetic
 from pcldnn.faults import CollectiveError, in_a_line
 from pcldnn.launcher import copies_warning
 from pcldnn.machine import memory_limit, reserved_cores, threads_per_rank
-from pcldnn.text import format_bytes
+from pcldnn.text import counted, format_bytes
 from pcldnn.train import OutputError, Trainer
 
 
@@ -91,7 +91,7 @@ def _train(job, args, communicator):
         result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
                              checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
                              trace=args.trace, profile=args.profile,
-                             log_interval=args.log_interval, digest_interval=args.digest_interval,
+                             log_interval=args.log_interval, digest_interval=args.digest_interval if args.metrics else None,
                              settings=settings_of(job, args), threads=args.data_threads, skip_damaged=args.skip_damaged)
     return 1 if result.checkpoint_error or result.metrics_error else 0
 
@@ -101,15 +101,15 @@ def start_exchange(communicator, args, reserve, why):
     if communicator.size == 1:
         return None
     beside = "no overlap (--no-overlap)" if args.no_overlap else communicator.start_thread(reserve)
-    return f"exchange: {communicator.transport}; {beside}; {_count(reserve, 'core')} reserved ({why})"
+    return f"exchange: {communicator.transport}; {beside}; {counted(reserve, 'core')} reserved ({why})"
 
 
 def check_memory(plan, ranks):
     """Refuse at the start what the system would kill later: a plan that `ranks` ranks of this node have no room for."""
     own, room = sum(plan.memory.values()), memory_limit()
     if ranks * own > room:
-        raise ValueError(f"memory: {_count(ranks, 'rank')} of this node, {format_bytes(own)} each by the plan, got "
-                         f"{format_bytes(room)} in all; wanted a smaller --minibatch, or ranks on more nodes")
+        raise ValueError(f"memory: {counted(ranks, 'rank')} of this node, {format_bytes(own)} each by the plan, got "
+                         f"{format_bytes(room)} in all (physical memory, or the control group's); wanted a smaller --minibatch, or ranks on more nodes")
 
 
 def together(communicator, function):
@@ -154,14 +154,14 @@ def banner(communicator, threads, reason):
     """What the run runs on: ranks, nodes, threads of a rank and why, ISA, MPI library."""
     ranks, nodes = communicator.size, communicator.nodes
     mpi = communicator.library if communicator.library != "none" else f"no MPI ({communicator.note})"
-    return (f"pcldnn {__version__}: {_count(ranks, 'rank')} on {_count(nodes, 'node')}, {_count(threads, 'thread')} "
+    return (f"pcldnn {__version__}: {counted(ranks, 'rank')} on {counted(nodes, 'node')}, {counted(threads, 'thread')} "
             f"each ({reason}), ISA {_kernels.TARGET} with {_kernels.SIMD_WIDTH} floats a vector, {mpi}")
 
 
 def describe(job, args, network, train, validation):
     """What is trained on what, and how."""
     shape = "x".join(map(str, train.sample_shape))
-    images = f"{len(train):,} images {shape}, {_count(train.num_classes, 'class', 'classes')}"
+    images = f"{len(train):,} images {shape}, {counted(train.num_classes, 'class', 'classes')}"
     validated = f"{len(validation):,} to validate on" if validation is not None else "no validation"
     plan = network.plan(args.minibatch)
     return (f"{job.title}: {network.parameter_count:,} parameters, {plan.flop() / 1e9:,.2f} Gflop an image trained\n"
@@ -175,10 +175,6 @@ def describe_spread(plan):
     split = [f"{layer.name} {layer.partition}" for layer in plan.split_layers]
     text = f"data x model: {', '.join(split)}, other layers {plan.ranks}x1" if split else "all layers data parallel"
     return text + (f"; exact: sums are trees over {plan.pieces} pieces of a minibatch" if plan.pieces else "")
-
-
-def _count(number, one, many=None):
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 @contextlib.contextmanager

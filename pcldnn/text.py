@@ -10,6 +10,11 @@ def align(rows, left: int) -> list[str]:
     ]
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """2, "rank" as "2 ranks"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def format_bytes(count: float) -> str:
     """1536 as "1.5 kB", in powers of 1000."""
     for unit in ("B", "kB", "MB"):

@@ -65,7 +65,8 @@ class Trainer:
         metrics : path, optional
             JSONL file, written by rank 0: a line per step (keys step, epoch, loss, images_per_s) and per evaluation
             (keys epoch, top1, top5, count; top1 and top5 as shares of count). Steps and epochs count from 1. A
-            resumed run goes on in the same file.
+            resumed run goes on in the same file. One that cannot be written on (a full disk) is told, and in
+            `TrainingResult.metrics_error`; training goes on.
         trace : path, optional
             A timeline of all ranks for a trace viewer (Chrome, Perfetto), and a summary of the communication.
         profile : bool

@@ -28,14 +28,18 @@ def main():
         parser.error(f"--labels: got {len(args.labels)} names, wanted one for each of {len(args.metrics)} files")
     try:
         runs = [read(path) for path in args.metrics]
-        import matplotlib
-
-        matplotlib.use("Agg")
-        draw(runs, args.labels or [path.stem for path in args.metrics], args.title).savefig(args.output, dpi=150)
-    except ImportError:
-        sys.exit('matplotlib is not installed: pip install "pcldnn[plot]"')
     except OSError as error:
         sys.exit(f"{error.filename}: {error.strerror}")
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit('matplotlib is not installed: pip install "pcldnn[plot]"')
+    matplotlib.use("Agg")
+    try:
+        figure = draw(runs, args.labels or [path.stem for path in args.metrics], args.title)
+        figure.savefig(args.output, dpi=150)
+    except OSError as error:
+        sys.exit(f"{error.filename or args.output}: {error.strerror}")
 
 
 def read(path):

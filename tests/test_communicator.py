@@ -145,9 +145,9 @@ def test_launcher_mismatch(environ, tasks, library):
     ("ranks", "parts"),
     [
         ([("n1", 0, 1, 2, 2)] * 2, None),
-        ([("n1", 0, 2, 2, 2)] * 4, ["n1", "4 ranks run 8 threads on 2 cores", "at most 2 ranks"]),
-        ([("n1", 0, 8, 8, 8)] * 2, ["2 ranks run 16 threads on 8 cores", "--threads 4"]),
-        ([("n1", 0, 2, 2, 2), ("n2", 1, 3, 2, 2)], ["n2", "1 rank runs 3 threads on 2 cores", "--threads 2"]),
+        ([("n1", 0, 2, 2, 2)] * 4, ["n1", "4 ranks with 8 threads on 2 cores", "at most 2 ranks"]),
+        ([("n1", 0, 8, 8, 8)] * 2, ["2 ranks with 16 threads on 8 cores", "--threads 4"]),
+        ([("n1", 0, 2, 2, 2), ("n2", 1, 3, 2, 2)], ["n2", "1 rank with 3 threads on 2 cores", "--threads 2"]),
         ([("n1", 0, 2, 8, 1), ("n1", 0, 1, 8, 1)], ["rank 0", "bound to 1 of", "--bind-to none"]),
         ([("n1", 0, 4, 4, 4), ("n1", 1, 4, 4, 4)], None),  # two containers of one name are two nodes
     ],

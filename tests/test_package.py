@@ -1,6 +1,7 @@
 """What is shipped: the sdist is complete, a wheel built from it works anywhere, and a poor compiler is refused."""
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -88,13 +89,14 @@ def test_isa_that_cannot_run_is_refused(value):
     assert done.returncode == 1 and f"PCLDNN_ISA={value}" in done.stdout and BASELINE in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("env, wanted", [
-    ({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, "None")])
+@pytest.mark.parametrize("env, wanted", [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5")])
 def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise(env, wanted):
-    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", "import os, pcldnn._kernels; print(os.environ.get('GOMP_SPINCOUNT'))"], check=True,
-                          env={**environment, **env}, stdout=subprocess.PIPE, text=True, timeout=100)  # fmt: skip
-    assert done.stdout == wanted + "\n"
+    """What gcc's OpenMP library tells that it has read when it was loaded."""
+    done = run("-c", "import pcldnn._kernels", **env, OMP_DISPLAY_ENV="verbose")
+    said = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stdout)
+    if not said:
+        pytest.skip("this OpenMP library has no spin count")
+    assert said[1] == wanted, done.stdout
 
 
 def test_each_target_has_its_own_width():

@@ -28,8 +28,8 @@ class TargetError(ImportError):
 
 # How long a thread spins for the others before it sleeps, where the user says nothing: tens of microseconds, not the
 # milliseconds of gcc's library. Kernels wait for each other much less than that on cores of their own; where others use
-# the cores, a spinning thread keeps the one that it waits for from running (docs/performance.md). Read when the library
-# is loaded: with the first kernels.
+# the cores, a spinning thread keeps the one that it waits for from running (docs/performance.md). The library reads it
+# when it is loaded: with the first kernels, unless another package has loaded it before.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

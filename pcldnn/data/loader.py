@@ -261,7 +261,7 @@ class Loader:
             except DataError as error:
                 named = error if error.index is not None else DataError(error.reason, error.path, index)
                 if not self.skip_damaged:
-                    named.add_note("skip_damaged=True (--skip-damaged) takes another of its class instead")
+                    named.add_note("skip_damaged=True (--skip-damaged) goes on without it")
                 if named is error:
                     raise
                 raise named from error
