@@ -68,8 +68,8 @@ files:
   and run, by which it tells the run from others.
 
 exit code: 0 when training came to its end or was stopped by a signal, 1 after an error (a diverged loss, a damaged
-sample, a checkpoint or metrics that could not be written, ranks that disagree), 2 for what cannot be done as asked: wrong flags,
-values that the network or the plan refuses, files that cannot be opened.
+sample, a checkpoint or metrics that could not be written, ranks that disagree), 2 for what cannot be done as asked:
+wrong flags, values that the network or the plan refuses, files that cannot be opened.
 """
 
 

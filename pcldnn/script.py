@@ -91,7 +91,8 @@ def _train(job, args, communicator):
         result = trainer.fit(train, validation, minibatch=args.minibatch, epochs=args.epochs, steps=args.steps,
                              checkpoint=args.checkpoint, resume=args.resume, metrics=args.metrics,
                              trace=args.trace, profile=args.profile,
-                             log_interval=args.log_interval, digest_interval=args.digest_interval if args.metrics else None,
+                             log_interval=args.log_interval,
+                             digest_interval=args.digest_interval if args.metrics else None,
                              settings=settings_of(job, args), threads=args.data_threads, skip_damaged=args.skip_damaged)
     return 1 if result.checkpoint_error or result.metrics_error else 0
 
@@ -109,7 +110,8 @@ def check_memory(plan, ranks):
     own, room = sum(plan.memory.values()), memory_limit()
     if ranks * own > room:
         raise ValueError(f"memory: {counted(ranks, 'rank')} of this node, {format_bytes(own)} each by the plan, got "
-                         f"{format_bytes(room)} in all (physical memory, or the control group's); wanted a smaller --minibatch, or ranks on more nodes")
+                         f"{format_bytes(room)} in all (physical memory, or the control group's); wanted a smaller "
+                         "--minibatch, or ranks on more nodes")
 
 
 def together(communicator, function):

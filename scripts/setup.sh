@@ -71,7 +71,7 @@ if [ "$(cat .venv/built 2>/dev/null)" != "$(fingerprint)" ] ||
     check_compiler
     echo "pcldnn: building and installing into .venv (some minutes; log: .venv/setup.log)" >&2
     rm -f .venv/built .venv/extra-*
-    # As a path: by the import hook that is the default, a folder pcldnn beside the user's program, this checkout, comes first.
+    # As a path: before the import hook that is the default comes a folder pcldnn beside the user's program, this checkout.
     install -e ".[$extra]" --config-settings editable_mode=compat
     fingerprint >.venv/built
 elif [ ! -e ".venv/extra-$extra" ]; then

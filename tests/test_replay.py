@@ -111,7 +111,7 @@ def test_metrics_of_another_network_are_refused(recorded, capsys, tmp_path):
     assert replayed(capsys, start, tmp_path / "m.jsonl", "--steps", "2")[0] == 0      # up to there it is the same run
 
 
-def test_a_replay_by_other_kernels_is_refused(recorded, capsys, tmp_path, monkeypatch):
+def test_a_replay_by_other_kernels_is_refused(recorded, capsys, tmp_path):
     """Bits would differ and say nothing of the run: another ISA, direct convolution in the place of Winograd."""
     start, metrics = recorded
     tensors, metadata = load(start)
