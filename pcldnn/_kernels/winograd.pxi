@@ -88,16 +88,22 @@ cdef Tile locate(Winograd* g, Batch* batch, Py_ssize_t position) noexcept nogil:
                 mr=6 if full_row else g.row_rest, mc=6 if full_col else g.col_rest)
 
 
+cdef inline const float* inputs_of(Winograd* g, Tile* tile, Py_ssize_t c) noexcept nogil:
+    """The first input of a tile, which may lie outside of the image."""
+    return g.x + (((tile.image * g.in_blocks + c) * g.H + tile.row - g.pad_h) * g.W + tile.col - g.pad_w) * b
+
+
 cdef void transform_inputs(Winograd* g, Batch* batch, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t t0,
                            Py_ssize_t t1) noexcept nogil:
     """V of channel blocks c0..c1 at positions t0..t1."""
     cdef Py_ssize_t t, c
-    cdef Tile tile
+    cdef Tile tile, after = locate(g, batch, t0)
     for t in range(t0, t1):
-        tile = locate(g, batch, t)
+        tile = after
+        after = locate(g, batch, min(t + 1, batch.start[4] - 1))
         for c in range(c0, c1):
-            input_tile(tile.mr, tile.mc, g.x + (tile.image * g.in_blocks + c) * g.H * g.W * b, g.H, g.W,
-                       tile.row - g.pad_h, tile.col - g.pad_w, g.v + t * g.v_tile + c * g.v_block, g.v_point)
+            input_tile(tile.mr, tile.mc, inputs_of(g, &tile, c), g.H, g.W, tile.row - g.pad_h, tile.col - g.pad_w,
+                       inputs_of(g, &after, c), g.v + t * g.v_tile + c * g.v_block, g.v_point, g.v_tile)
 
 
 cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssize_t k0, Py_ssize_t k1, Py_ssize_t t0,
@@ -109,7 +115,7 @@ cdef void transform_outputs(Winograd* g, Batch* batch, Py_ssize_t group, Py_ssiz
         tile = locate(g, batch, t)
         for k in range(k0, k1):
             output_tile(tile.mr, tile.mc, g.taps, g.m + t * g.m_tile + (k - group) * g.m_block, g.m_point,
-                        zero() if g.bias == NULL else load(g.bias + k * b), g.relu,
+                        g.m_tile, zero() if g.bias == NULL else load(g.bias + k * b), g.relu,
                         g.past, g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q, tile.row, tile.col)
     if g.past:
         store_fence()

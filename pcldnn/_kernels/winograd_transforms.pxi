@@ -11,6 +11,8 @@
 # c. 5x5 filters have the same points and the same tiles of inputs, whose transform does not see the filter: a tile
 #    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is
 #    that of the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
+# d. A tile asks for what the next one reads, and for the places that it writes. With 64 places at once, no prefetcher
+#    of the hardware follows the rows of the image, and a store waits for its line: that was 5 to 25 % of a pass.
 
 cdef extern from *:
     """
@@ -37,6 +39,8 @@ cdef extern from *:
 
 cdef enum:
     POINTS = 64
+    ROW = 8 * b              # floats between the rows of a tile
+    LINE_ROOM = 16           # floats of a cache line
     STREAM = 8388608         # transformed filters of so many elements are written past the caches: they do not fit
 
 
@@ -184,38 +188,74 @@ cdef inline void filter_values(int taps, const float* m, Py_ssize_t in_step, flo
 # --- one tile, b channels -------------------------------------------------------------------------------------------
 
 
-cdef void input_tile(int mr, int mc, const float* x, Py_ssize_t H, Py_ssize_t W, Py_ssize_t row, Py_ssize_t col,
-                     float* v, Py_ssize_t v_point) noexcept nogil:
-    """v = B' x B of the (mr + 2) x (mc + 2) inputs from (row, col) on; those outside of the image are zero."""
-    cdef float framed[64 * b]
-    cdef float t[64 * b]
-    cdef const float* d = x + (row * W + col) * b
+cdef inline float* at_line(float* space) noexcept nogil:
+    """The first cache line in `space`, which is LINE_ROOM larger than what it holds: no vector lies in two lines."""
+    return <float*>(<size_t>(space + LINE_ROOM - 1) & ~<size_t>63)
+
+
+cdef void frame(const float* d, Py_ssize_t H, Py_ssize_t W, Py_ssize_t row, Py_ssize_t col, int rows, int cols,
+                float* framed) noexcept nogil:
+    """The rows x cols vectors from d, which is at (row, col), on, ROW apart; those outside of the image are zero."""
+    cdef int i, j, left = <int>max(-col, 0), right = <int>min(cols, W - col), end
+    for i in range(rows):
+        end = right if 0 <= row + i and row + i < H else left
+        for j in range(left):
+            store(framed + i * ROW + j * b, zero())
+        for j in range(left, end):
+            store(framed + i * ROW + j * b, load(d + (i * W + j) * b))
+        for j in range(end, cols):
+            store(framed + i * ROW + j * b, zero())
+
+
+cdef inline void ask_for_row(const float* d) noexcept nogil:
+    """What a tile reads from one row and the tile to its left did not."""
+    cdef int i
+    for i in range(2 * b, ROW, 16):
+        prefetch(d + i)
+
+
+cdef inline void ask_for_points(float* v, Py_ssize_t v_point) noexcept nogil:
+    """Where the values of 8 points will be written."""
+    cdef int j
+    for j in range(8):
+        prefetch_write(v + j * v_point)
+
+
+cdef void input_tile(int mr, int mc, const float* d, Py_ssize_t H, Py_ssize_t W, Py_ssize_t row, Py_ssize_t col,
+                     const float* next, float* v, Py_ssize_t v_point, Py_ssize_t v_tile) noexcept nogil:
+    """v = B' d B of the (mr + 2) x (mc + 2) inputs from d, at (row, col), on; those outside of the image are zero."""
+    cdef float space[16 * ROW + LINE_ROOM]
+    cdef float* t = at_line(space)
+    cdef float* framed = t + 8 * ROW
     cdef Py_ssize_t in_row = W * b
     cdef int i, j
     if row < 0 or col < 0 or row + mr + 2 > H or col + mc + 2 > W:
-        for i in range(mr + 2):
-            for j in range(mc + 2):
-                store(framed + (8 * i + j) * b, load(d + i * in_row + j * b)
-                      if 0 <= row + i and row + i < H and 0 <= col + j and col + j < W else zero())
+        frame(d, H, W, row, col, mr + 2, mc + 2, framed)
         d = framed
-        in_row = 8 * b
+        in_row = ROW
     for j in range(mc + 2):
-        input_points(mr, d + j * b, in_row, t + j * b, 8 * b)
+        ask_for_row(next + j * W * b)
+        input_points(mr, d + j * b, in_row, t + j * b, ROW)
     for i in range(8):
         if has_point(mr, i):
-            input_points(mc, t + 8 * i * b, b, v + 8 * i * v_point, v_point)
+            ask_for_points(v + 8 * i * v_point + v_tile, v_point)
+            input_points(mc, t + i * ROW, b, v + 8 * i * v_point, v_point)
 
 
-cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_point, vec bias, bint relu, bint past,
-                      float* y, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row, Py_ssize_t col) noexcept nogil:
+cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_point, Py_ssize_t m_tile, vec bias,
+                      bint relu, bint past, float* y, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row,
+                      Py_ssize_t col) noexcept nogil:
     """relu?(A' m A + bias) to the outputs of a tile from (row, col) on, as far as they exist."""
-    cdef float t[48 * b]
+    cdef float space[6 * ROW + LINE_ROOM]
+    cdef float* t = at_line(space)
     cdef float values[6 * b]
     cdef vec value
     cdef int i, j, rows = <int>min(mr + 3 - taps, P - row), cols = <int>min(mc + 3 - taps, Q - col)
     y += (row * Q + col) * b
     for j in range(8):
         if has_point(mc, j):
+            for i in range(8):
+                prefetch(m + (8 * i + j) * m_point + m_tile)
             output_values(mr, taps, m + j * m_point, 8 * m_point, t + j * b, 8 * b)
     for i in range(rows):
         output_values(mc, taps, t + 8 * i * b, b, values, b)
@@ -225,25 +265,25 @@ cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_poi
 
 
 cdef void gradient_tile(int mr, int mc, int taps, const float* dy, Py_ssize_t P, Py_ssize_t Q, Py_ssize_t row,
-                        Py_ssize_t col, float* d, Py_ssize_t d_point) noexcept nogil:
-    """d = A dy A' of the output gradients of a tile from (row, col) on."""
-    cdef float framed[48 * b]
-    cdef float t[48 * b]
-    cdef const float* y = dy + (row * Q + col) * b
+                        Py_ssize_t col, const float* next, float* d, Py_ssize_t d_point,
+                        Py_ssize_t d_tile) noexcept nogil:
+    """d = A dy A' of the output gradients of a tile from dy, at (row, col), on."""
+    cdef float space[14 * ROW + LINE_ROOM]
+    cdef float* t = at_line(space)
+    cdef float* framed = t + 8 * ROW
     cdef Py_ssize_t in_row = Q * b
     cdef int i, j, rows = mr + 3 - taps, cols = mc + 3 - taps
     if row + rows > P or col + cols > Q:
-        for i in range(rows):
-            for j in range(cols):
-                store(framed + (6 * i + j) * b,
-                      load(y + i * in_row + j * b) if row + i < P and col + j < Q else zero())
-        y = framed
-        in_row = 6 * b
+        frame(dy, P, Q, row, col, rows, cols, framed)
+        dy = framed
+        in_row = ROW
     for j in range(cols):
-        gradient_points(mr, taps, y + j * b, in_row, t + j * b, 6 * b)
+        ask_for_row(next + j * Q * b - 2 * b)
+        gradient_points(mr, taps, dy + j * b, in_row, t + j * b, ROW)
     for i in range(8):
         if has_point(mr, i):
-            gradient_points(mc, taps, t + 6 * i * b, b, d + 8 * i * d_point, d_point)
+            ask_for_points(d + 8 * i * d_point + d_tile, d_point)
+            gradient_points(mc, taps, t + i * ROW, b, d + 8 * i * d_point, d_point)
 
 
 # --- all filters -----------------------------------------------------------------------------------------------------

@@ -6,16 +6,22 @@ cdef enum:
     STRIP = 192              # most tiles summed per visit of dU; planned batches are smaller
 
 
+cdef inline const float* gradients_of(Winograd* g, Tile* tile, Py_ssize_t k) noexcept nogil:
+    """The first output gradient of a tile."""
+    return g.y + (((tile.image * g.out_blocks + k) * g.P + tile.row) * g.Q + tile.col) * b
+
+
 cdef void transform_gradients(Winograd* g, Batch* batch, Py_ssize_t k0, Py_ssize_t k1, Py_ssize_t t0,
                               Py_ssize_t t1) noexcept nogil:
     """Transformed dy of channel blocks k0..k1 at positions t0..t1."""
     cdef Py_ssize_t t, k
-    cdef Tile tile
+    cdef Tile tile, after = locate(g, batch, t0)
     for t in range(t0, t1):
-        tile = locate(g, batch, t)
+        tile = after
+        after = locate(g, batch, min(t + 1, batch.start[4] - 1))
         for k in range(k0, k1):
-            gradient_tile(tile.mr, tile.mc, g.taps, g.y + (tile.image * g.out_blocks + k) * g.P * g.Q * b, g.P, g.Q,
-                          tile.row, tile.col, g.m + t * g.m_tile + k * g.m_block, g.m_point)
+            gradient_tile(tile.mr, tile.mc, g.taps, gradients_of(g, &tile, k), g.P, g.Q, tile.row, tile.col,
+                          gradients_of(g, &after, k), g.m + t * g.m_tile + k * g.m_block, g.m_point, g.m_tile)
 
 
 cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo, Py_ssize_t hi, bint first,
