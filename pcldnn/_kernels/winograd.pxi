@@ -1,8 +1,8 @@
 # Winograd convolution, 3x3 and 5x5 filters: forward and input gradient. Transforms: winograd_transforms.pxi.
 #
-# a. Arrays in the transformed domain are (point, channel block, tile, b) in forward and input gradient, whose register
-#    tiles take neighbouring tiles as pixels, and (point, tile, channel) in the weight gradient, whose register tiles
-#    take neighbouring channels. Point (i, j) is number 8 i + j. Tiles are ordered full x rest, full x full, rest x
+# a. Arrays in the transformed domain are (point, channel block, tile, b): register tiles take neighbouring tiles as
+#    pixels. Only V of the weight gradient, whose register tiles take neighbouring channels, is (point, tile, channel).
+#    Point (i, j) is number 8 i + j. Tiles are ordered full x rest, full x full, rest x
 #    full, rest x rest (rows x columns): every point has its tiles in one range.
 # b. A batch is some tiles of all images, as many of each kind in every batch. Per batch: transform the inputs, multiply
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
@@ -185,11 +185,12 @@ cdef Py_ssize_t odd_lines(Py_ssize_t size) noexcept nogil:
 
 
 cdef void layout_batch(Winograd* g, Py_ssize_t m_blocks, bint blocked, float* scratch) noexcept nogil:
-    """Strides and places of V and M for batches of g.tiles; `blocked`: decision a."""
+    """Strides and places of V and M for batches of g.tiles; `blocked`: V by channel blocks (decision a)."""
     if blocked:
-        g.v_tile, g.v_block, g.m_tile, g.m_block = b, g.tiles * b, b, g.tiles * b
+        g.v_tile, g.v_block = b, g.tiles * b
     else:
-        g.v_tile, g.v_block, g.m_tile, g.m_block = odd_lines(g.in_blocks * b), b, odd_lines(m_blocks * b), b
+        g.v_tile, g.v_block = odd_lines(g.in_blocks * b), b
+    g.m_tile, g.m_block = b, g.tiles * b
     g.v_point = odd_lines(g.tiles * odd_lines(g.in_blocks * b))
     g.m_point = odd_lines(g.tiles * odd_lines(m_blocks * b))
     g.v = scratch
