@@ -13,6 +13,7 @@
 #    depend neither on how these are grouped nor on the blocking.
 
 cdef enum:
+    PACK_TILES = 8           # tiles of features that a job packs: their cache lines of a row are read once
     SUMS = 65536             # most sums of a job of the input gradient: they lie on a thread's stack [elements]
 
 cdef extern from *:
@@ -44,15 +45,30 @@ def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
 
 
 cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
-    """x (N, F) to (tiles of features, N, tile_pitch(F))."""
-    cdef int t, tiles = tiles_of(F)
-    cdef Py_ssize_t n, p, first, width, pitch = tile_pitch(F)
-    for t in prange(tiles, num_threads=num_threads, schedule="static"):
-        first = tile_start(F, tiles, t)
-        width = tile_start(F, tiles, t + 1) - first
-        for n in range(N):
-            for p in range(width):
-                packed[(t * N + n) * pitch + p] = x[n * F + first + p]
+    """x (N, F) to (tiles of features, N, tile_pitch(F)); a narrower tile leaves its last place unread."""
+    cdef int job, tiles = tiles_of(F)
+    for job in prange((tiles + PACK_TILES - 1) // PACK_TILES, num_threads=num_threads, schedule="static"):
+        pack_feature_tiles(x, N, F, packed, job * PACK_TILES, min((job + 1) * PACK_TILES, tiles))
+
+
+cdef void pack_feature_tiles(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int t0, int t1) noexcept nogil:
+    """Tiles t0..t1. A vector is copied where there is room for what it has too much: the samples after it overwrite."""
+    cdef Py_ssize_t starts[PACK_TILES]
+    cdef Py_ssize_t n, p, pitch = tile_pitch(F)
+    cdef const float* row
+    cdef float* out
+    cdef int t
+    for t in range(t0, t1):
+        starts[t - t0] = tile_start(F, tiles_of(F), t)
+    for n in range(N):
+        for t in range(t0, t1):
+            row = x + n * F + starts[t - t0]
+            out = packed + (t * N + n) * pitch
+            if pitch <= b and starts[t - t0] + b <= F and (N - n) * pitch >= b:
+                store(out, load(row))
+            else:
+                for p in range(min(pitch, F - starts[t - t0])):
+                    out[p] = row[p]
 
 
 cdef void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize_t f0, Py_ssize_t f1, int t0, int t1,

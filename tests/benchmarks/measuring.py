@@ -24,7 +24,8 @@ class Rates:
     The peak is that of the strongest instruction set. Clocks change during a run, and on a virtual machine somebody
     else may hold the other half of a core, so the peak of a row is the median of samples between its rounds, each as
     long as a call of a kernel is: the best moment of a loop says nothing about milliseconds. Beside it the register
-    tile is sampled, fed from L1: what a kernel could reach at most that loses nothing elsewhere.
+    tile is sampled, fed from L1: what a kernel could reach at most that loses nothing elsewhere; and for rows of a
+    weaker instruction set the same loop of 12 accumulators in that set.
     """
 
     SAMPLE, TRIAD_AGE = 5e-3, 60.0  # [s]
@@ -34,16 +35,19 @@ class Rates:
         strongest = next(iter(_kernels.targets.values()))
         rate = machine.measure_flops(threads)
         flop, self._least = self.SAMPLE * rate, 0.9 * rate
-        self._loops = [  # (function, steps)
-            (loop, max(int(1000 * flop / loop(1000, threads)), 1)) for loop in (strongest.fma_loop, strongest.tile_loop)
-        ]
-        self._samples = [], []
-        self._first_after = []  # for each round, which sample is the first one after it
+        loops = [strongest.tile_loop, *(t.fma_loop for name, t in _kernels.targets.items() if name != "reference")]
+        self._steps = {loop: max(int(1000 * flop / loop(1000, threads)), 1) for loop in loops}
+        self._strongest = strongest
+        self.begin_row(strongest.TARGET)
         self._triad = 0.0, -1e9  # value, when
 
-    def begin_row(self):
+    def begin_row(self, by: str):
         """Forget the samples of the row before."""
-        self._samples, self._first_after = ([], []), []
+        own = getattr(_kernels.targets.get(by), "fma_loop", self._strongest.fma_loop)
+        self._sampled = [self._strongest.fma_loop, self._strongest.tile_loop]
+        self._sampled += [own] if own is not self._strongest.fma_loop else []
+        self._samples = [[] for _ in self._sampled]
+        self._first_after = []  # for each round, which sample is the first one after it
 
     def before_round(self, deadline: float):
         """Sample; until `deadline` (time.monotonic), again and again until the cores are quiet."""
@@ -55,10 +59,10 @@ class Rates:
 
     def sample(self):
         """Run the FMA loop of 12 accumulators, then the tile, on all threads for a moment."""
-        for (loop, steps), samples in zip(self._loops, self._samples, strict=True):
+        for loop, samples in zip(self._sampled, self._samples, strict=True):
             loop(1000, self.threads)  # wakes the threads
             start = time.perf_counter()
-            flop = loop(steps, self.threads)
+            flop = loop(self._steps[loop], self.threads)
             samples.append(flop / (time.perf_counter() - start))
 
     @property
@@ -68,6 +72,11 @@ class Rates:
         A thread that was kept from its core in most samples must not make shares of the peak look better.
         """
         return max(statistics.median(self._samples[0]), self._least)
+
+    @property
+    def own_peak(self) -> float | None:
+        """The FMA loop's median rate in the row's own instruction set [flop/s]; None where that is the strongest."""
+        return statistics.median(self._samples[2]) if len(self._samples) > 2 else None
 
     @property
     def _quiet_rate(self) -> float:
@@ -114,7 +123,7 @@ def measure(benchmark, row, call, config, rates, turn=None) -> float | None:
     most_time, least = float(config.getoption("benchmark_max_time")), config.getoption("benchmark_min_rounds")
     if seconds > LONG:
         least = min(least, 3 if seconds < VERY_LONG else 1)
-    rates.begin_row()
+    rates.begin_row(row.by)
     deadline = time.monotonic() + config.getoption("wait_quiet")
 
     def between_rounds():
@@ -152,6 +161,7 @@ def summary() -> list[str]:
                 reached = f"{info['bytes_per_s'] / 1e9:.1f} GB/s"
             share = info["peak_share"] if info["flop"] else info["triad_share"]
             quiet = f" ({info['quiet_share']:.0%} quiet)" if info["flop"] and "quiet_share" in info else ""
+            quiet += f", {info['own_peak_share']:.0%} of its own peak" if "own_peak_share" in info else ""
             quiet += f", {info['direct_ratio']:.2f}x direct" if "direct_ratio" in info else ""
             who = f"{info['target']} winograd" if info["algorithm"] == "winograd" else info["target"]
             cells.append(f"{who} {reached} {share:.0%}{quiet}")
@@ -181,6 +191,9 @@ def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=No
         gflops=flop / median / 1e9, peak_share=flop / median / rates.peak, peak_gflops=rates.peak / 1e9,
         tile_share=rates.tile_share,
     )
+    if rates.own_peak is not None:
+        own = rates.own_peak
+        benchmark.extra_info.update(own_peak_gflops=own / 1e9, own_peak_share=flop / median / own)
     quiet = rates.quiet(benchmark.stats.stats.data)
     benchmark.extra_info["quiet_rounds"] = len(quiet)
     if len(quiet) >= ENOUGH:
