@@ -249,7 +249,12 @@ def measure_flops(num_threads: int, seconds: float = 0.1, kind: str = "fma_loop"
     With kind="tile_loop" what the kernels' register tile reaches on operands in L1: nearly the peak, unless somebody
     else uses the same cores.
     """
-    loop, best, steps, samples = getattr(_compiled(), kind), 0.0, 1000, 0
+    return best_rate(getattr(_compiled(), kind), num_threads, seconds)
+
+
+def best_rate(loop, num_threads: int, seconds: float = 0.1) -> float:
+    """What a loop of peak.pxi does where nothing disturbs it [flop/s]."""
+    best, steps, samples = 0.0, 1000, 0
     loop(steps, num_threads)
     stop = time.perf_counter() + seconds
     while samples < 5 or time.perf_counter() < stop:  # on a busy machine most of them are disturbed

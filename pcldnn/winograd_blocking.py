@@ -84,8 +84,8 @@ def scratch(shape: ConvShape, machine: Machine, blocking: WinogradBlocking) -> i
         return (ceil(size / 16) | 1) * 16
 
     tiles = min(blocking.tiles, tile_counts(shape)[0]) + 3  # each kind of tile is rounded by itself
-    rows = [ceil(shape.C / machine.width) * machine.width, blocking.k_blocks * machine.width]
-    return POINTS * sum(odd_lines(tiles * odd_lines(row)) for row in rows)
+    inputs, products = ceil(shape.C / machine.width) * machine.width, blocking.k_blocks * machine.width
+    return POINTS * (odd_lines(tiles * odd_lines(inputs)) + odd_lines(tiles * products))
 
 
 def filter_size(shape: ConvShape, machine: Machine) -> int:

@@ -46,13 +46,13 @@ def linear_scratch_size(Py_ssize_t N, Py_ssize_t F, Py_ssize_t K):
 
 cdef void pack_features(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int num_threads) noexcept nogil:
     """x (N, F) to (tiles of features, N, tile_pitch(F)); a narrower tile leaves its last place unread."""
-    cdef int job, tiles = tiles_of(F)
-    for job in prange((tiles + PACK_TILES - 1) // PACK_TILES, num_threads=num_threads, schedule="static"):
-        pack_feature_tiles(x, N, F, packed, job * PACK_TILES, min((job + 1) * PACK_TILES, tiles))
+    cdef int job, tiles = tiles_of(F), size = max(min(tiles // num_threads, PACK_TILES), 1)
+    for job in prange((tiles + size - 1) // size, num_threads=num_threads, schedule="static"):
+        pack_feature_tiles(x, N, F, packed, job * size, min((job + 1) * size, tiles))
 
 
 cdef void pack_feature_tiles(const float* x, Py_ssize_t N, Py_ssize_t F, float* packed, int t0, int t1) noexcept nogil:
-    """Tiles t0..t1. A vector is copied where there is room for what it has too much: the samples after it overwrite."""
+    """Tiles t0..t1. Whole vectors are copied where the surplus stays within row and tile: later samples overwrite it."""
     cdef Py_ssize_t starts[PACK_TILES]
     cdef Py_ssize_t n, p, pitch = tile_pitch(F)
     cdef const float* row

@@ -70,10 +70,8 @@ PCL_INLINE void vec_transpose(const float *src, long stride, float *dst) {
     for (int i = 0; i < PCL_WIDTH; i++) vec_store(dst + i * PCL_WIDTH, a[i]);
 }
 
-/* Ask for the cache line at p, to read or to write, or for the few lines that a tile reads from one row. Any address is
- * allowed. */
+/* Ask for the cache line at p, or for the few lines that a tile reads from one row. Any address is allowed. */
 PCL_INLINE void prefetch(const float *p) { __builtin_prefetch(p, 0, 3); }
-PCL_INLINE void prefetch_write(const float *p) { __builtin_prefetch(p, 1, 3); }
 PCL_INLINE void prefetch_row(const float *p) {
     prefetch(p);
     prefetch(p + 16);

@@ -39,7 +39,6 @@ cdef struct Ends:
 cdef extern from "simd.h" nogil:
     void prefetch_row(const float* p)
     void prefetch(const float* p)
-    void prefetch_write(const float* p)
     void tile_begin(int lo, int hi, int vectors, vec* acc, const float* start, Py_ssize_t p, Py_ssize_t v)
     void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv)
     void tile_end(int lo, int hi, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu,

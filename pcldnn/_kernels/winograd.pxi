@@ -1,9 +1,10 @@
 # Winograd convolution, 3x3 and 5x5 filters: forward and input gradient. Transforms: winograd_transforms.pxi.
 #
 # a. Arrays in the transformed domain are (point, channel block, tile, b): register tiles take neighbouring tiles as
-#    pixels. Only V of the weight gradient, whose register tiles take neighbouring channels, is (point, tile, channel).
-#    Point (i, j) is number 8 i + j. Tiles are ordered full x rest, full x full, rest x
-#    full, rest x rest (rows x columns): every point has its tiles in one range.
+#    pixels. Only V of the weight gradient is (point, tile, channel), for its register tiles take neighbouring channels;
+#    the vectors of transformed dy then follow each other in the order of the sum. Point (i, j) is number 8 i + j. Tiles
+#    are ordered full x rest, full x full, rest x full, rest x rest (rows x columns): every point has its tiles in one
+#    range.
 # b. A batch is some tiles of all images, as many of each kind in every batch. Per batch: transform the inputs, multiply
 #    point by point with the register tile of tile.pxi (pixels are tiles), transform the outputs. `tiles` and `k_blocks`
 #    bound the memory of a batch. Each sum has one order, which depends on shapes and blocking only.
@@ -192,14 +193,14 @@ cdef void layout_batch(Winograd* g, Py_ssize_t m_blocks, bint blocked, float* sc
         g.v_tile, g.v_block = odd_lines(g.in_blocks * b), b
     g.m_tile, g.m_block = b, g.tiles * b
     g.v_point = odd_lines(g.tiles * odd_lines(g.in_blocks * b))
-    g.m_point = odd_lines(g.tiles * odd_lines(m_blocks * b))
+    g.m_point = odd_lines(g.tiles * m_blocks * b)
     g.v = scratch
     g.m = scratch + POINTS * g.v_point
 
 
 def winograd_scratch_size(Py_ssize_t in_blocks, Py_ssize_t out_blocks, Py_ssize_t tiles):
     """Elements of V and M of a batch of `tiles` tiles; `out_blocks` as many as M holds."""
-    return POINTS * (odd_lines(tiles * odd_lines(in_blocks * b)) + odd_lines(tiles * odd_lines(out_blocks * b)))
+    return POINTS * (odd_lines(tiles * odd_lines(in_blocks * b)) + odd_lines(tiles * out_blocks * b))
 
 
 cdef void all_inputs(Winograd* g, Batch* batch, int num_threads) noexcept nogil:

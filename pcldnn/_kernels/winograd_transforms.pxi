@@ -11,8 +11,9 @@
 # c. 5x5 filters have the same points and the same tiles of inputs, whose transform does not see the filter: a tile
 #    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is
 #    that of the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
-# d. A tile asks for what the next one reads, and for the places that it writes. With 64 places at once, no prefetcher
-#    of the hardware follows the rows of the image, and a store waits for its line: that was 5 to 25 % of a pass.
+# d. A tile asks for what the next one reads, and for the points that it writes. With 64 places at once, no prefetcher
+#    of the hardware follows the rows of the image, and a store waits for its line: that was 5 to 25 % of a pass. The
+#    requests are spread over the arithmetic, for there are few buffers for lines on their way.
 
 cdef extern from *:
     """
@@ -208,17 +209,17 @@ cdef void frame(const float* d, Py_ssize_t H, Py_ssize_t W, Py_ssize_t row, Py_s
 
 
 cdef inline void ask_for_row(const float* d) noexcept nogil:
-    """What a tile reads from one row and the tile to its left did not."""
+    """Six vectors of a row."""
     cdef int i
-    for i in range(2 * b, ROW, 16):
+    for i in range(0, 6 * b, 16):
         prefetch(d + i)
 
 
-cdef inline void ask_for_points(float* v, Py_ssize_t v_point) noexcept nogil:
-    """Where the values of 8 points will be written."""
+cdef inline void ask_for_points(const float* v, Py_ssize_t v_point) noexcept nogil:
+    """8 points: what will be read, or overwritten. (Prefetches that claim a line for writing are slower.)"""
     cdef int j
     for j in range(8):
-        prefetch_write(v + j * v_point)
+        prefetch(v + j * v_point)
 
 
 cdef void input_tile(int mr, int mc, const float* d, Py_ssize_t H, Py_ssize_t W, Py_ssize_t row, Py_ssize_t col,
@@ -233,8 +234,8 @@ cdef void input_tile(int mr, int mc, const float* d, Py_ssize_t H, Py_ssize_t W,
         frame(d, H, W, row, col, mr + 2, mc + 2, framed)
         d = framed
         in_row = ROW
-    for j in range(mc + 2):
-        ask_for_row(next + j * W * b)
+    for j in range(mc + 2):                    # also a row of the next tile, whose first columns this one reads
+        ask_for_row(next + (j * W + 2) * b)
         input_points(mr, d + j * b, in_row, t + j * b, ROW)
     for i in range(8):
         if has_point(mr, i):
@@ -254,11 +255,10 @@ cdef void output_tile(int mr, int mc, int taps, const float* m, Py_ssize_t m_poi
     y += (row * Q + col) * b
     for j in range(8):
         if has_point(mc, j):
-            for i in range(8):
-                prefetch(m + (8 * i + j) * m_point + m_tile)
-            output_values(mr, taps, m + j * m_point, 8 * m_point, t + j * b, 8 * b)
+            ask_for_points(m + j * m_point + m_tile, 8 * m_point)
+            output_values(mr, taps, m + j * m_point, 8 * m_point, t + j * b, ROW)
     for i in range(rows):
-        output_values(mc, taps, t + 8 * i * b, b, values, b)
+        output_values(mc, taps, t + i * ROW, b, values, b)
         for j in range(cols):
             value = load(values + j * b) + bias
             put(y + (i * Q + j) * b, vrelu(value) if relu else value, past)
@@ -277,8 +277,8 @@ cdef void gradient_tile(int mr, int mc, int taps, const float* dy, Py_ssize_t P,
         frame(dy, P, Q, row, col, rows, cols, framed)
         dy = framed
         in_row = ROW
-    for j in range(cols):
-        ask_for_row(next + j * Q * b - 2 * b)
+    for j in range(cols):                      # also a row of the next tile
+        ask_for_row(next + j * Q * b)
         gradient_points(mr, taps, dy + j * b, in_row, t + j * b, ROW)
     for i in range(8):
         if has_point(mr, i):

@@ -24,59 +24,69 @@ class Rates:
     The peak is that of the strongest instruction set. Clocks change during a run, and on a virtual machine somebody
     else may hold the other half of a core, so the peak of a row is the median of samples between its rounds, each as
     long as a call of a kernel is: the best moment of a loop says nothing about milliseconds. Beside it the register
-    tile is sampled, fed from L1: what a kernel could reach at most that loses nothing elsewhere; and for rows of a
-    weaker instruction set the same loop of 12 accumulators in that set.
+    tile is sampled, fed from L1: what a kernel could reach at most that loses nothing elsewhere; and before both, for
+    rows of a weaker instruction set, the loop of 12 accumulators in that set.
     """
 
     SAMPLE, TRIAD_AGE = 5e-3, 60.0  # [s]
 
     def __init__(self, threads: int):
         self.threads = threads
-        strongest = next(iter(_kernels.targets.values()))
-        rate = machine.measure_flops(threads)
-        flop, self._least = self.SAMPLE * rate, 0.9 * rate
-        loops = [strongest.tile_loop, *(t.fma_loop for name, t in _kernels.targets.items() if name != "reference")]
-        self._steps = {loop: max(int(1000 * flop / loop(1000, threads)), 1) for loop in loops}
-        self._strongest = strongest
-        self.begin_row(strongest.TARGET)
+        self._strongest = next(iter(_kernels.targets.values()))
+        self._undisturbed = {}  # for each loop (steps in SAMPLE seconds, rate [flop/s]) where nobody else is
         self._triad = 0.0, -1e9  # value, when
+        self.begin_row(self._strongest.TARGET)
+        self._least("peak")  # at the start of the run
 
     def begin_row(self, by: str):
         """Forget the samples of the row before."""
-        own = getattr(_kernels.targets.get(by), "fma_loop", self._strongest.fma_loop)
-        self._sampled = [self._strongest.fma_loop, self._strongest.tile_loop]
-        self._sampled += [own] if own is not self._strongest.fma_loop else []
-        self._samples = [[] for _ in self._sampled]
+        self._loops = {"peak": self._strongest.fma_loop, "tile": self._strongest.tile_loop}
+        if by in _kernels.targets and by not in ("reference", self._strongest.TARGET):
+            self._loops = {"own": _kernels.targets[by].fma_loop, **self._loops}
+        self._samples = {name: [] for name in self._loops}
         self._first_after = []  # for each round, which sample is the first one after it
 
     def before_round(self, deadline: float):
         """Sample; until `deadline` (time.monotonic), again and again until the cores are quiet."""
         self.sample()
-        while self._samples[1][-1] < self._quiet_rate and time.monotonic() < deadline:
+        while self._samples["tile"][-1] < self._quiet_rate and time.monotonic() < deadline:
             time.sleep(PAUSE)
             self.sample()
-        self._first_after.append(len(self._samples[1]))
+        self._first_after.append(len(self._samples["tile"]))
 
     def sample(self):
-        """Run the FMA loop of 12 accumulators, then the tile, on all threads for a moment."""
-        for loop, samples in zip(self._sampled, self._samples, strict=True):
+        """Run the FMA loops of 12 accumulators, then the tile, on all threads for a moment."""
+        for name, loop in self._loops.items():
+            self._least(name)
             loop(1000, self.threads)  # wakes the threads
             start = time.perf_counter()
-            flop = loop(self._steps[loop], self.threads)
-            samples.append(flop / (time.perf_counter() - start))
+            flop = loop(self._undisturbed[loop][0], self.threads)
+            self._samples[name].append(flop / (time.perf_counter() - start))
 
-    @property
-    def peak(self) -> float:
-        """The FMA loop's rate during this row [flop/s]; at least 90 % of that at the run's start.
+    def _least(self, name) -> float:
+        """90 % of the best that a loop of the row did when it was first needed [flop/s]."""
+        loop = self._loops[name]
+        if loop not in self._undisturbed:
+            rate = machine.best_rate(loop, self.threads)
+            self._undisturbed[loop] = max(int(1000 * self.SAMPLE * rate / loop(1000, self.threads)), 1), rate
+        return 0.9 * self._undisturbed[loop][1]
+
+    def _rate(self, name) -> float:
+        """The median rate of a loop during this row [flop/s]; at least 90 % of that at the run's start.
 
         A thread that was kept from its core in most samples must not make shares of the peak look better.
         """
-        return max(statistics.median(self._samples[0]), self._least)
+        return max(statistics.median(self._samples[name]), self._least(name))
+
+    @property
+    def peak(self) -> float:
+        """The FMA loop's rate in the strongest instruction set [flop/s]."""
+        return self._rate("peak")
 
     @property
     def own_peak(self) -> float | None:
-        """The FMA loop's median rate in the row's own instruction set [flop/s]; None where that is the strongest."""
-        return statistics.median(self._samples[2]) if len(self._samples) > 2 else None
+        """That in the instruction set of the row [flop/s], if it has a weaker one."""
+        return self._rate("own") if "own" in self._loops else None
 
     @property
     def _quiet_rate(self) -> float:
@@ -85,14 +95,14 @@ class Rates:
     @property
     def tile_share(self) -> float:
         """What a register tile fed from L1 reached of the peak during this row."""
-        return statistics.median(self._samples[1]) / self.peak
+        return statistics.median(self._samples["tile"]) / self.peak
 
     def quiet(self, times) -> list[float]:
         """Those of a row's rounds before and after which the register tile ran at nearly the peak.
 
         So it is likely that nobody else was on the cores. The row's own times have no say in which rounds these are.
         """
-        tile, least = self._samples[1], self._quiet_rate
+        tile, least = self._samples["tile"], self._quiet_rate
         rounds = zip(times, self._first_after, strict=True)
         return [seconds for seconds, after in rounds if min(tile[after - 1 : after + 1]) >= least]
 
@@ -165,7 +175,7 @@ def summary() -> list[str]:
             quiet += f", {info['direct_ratio']:.2f}x direct" if "direct_ratio" in info else ""
             who = f"{info['target']} winograd" if info["algorithm"] == "winograd" else info["target"]
             cells.append(f"{who} {reached} {share:.0%}{quiet}")
-        lines.append(f"{group:<36} " + "".join(f"{cell:<46}" for cell in cells).rstrip())
+        lines.append(f"{group:<36} " + "  ".join(f"{cell:<44}" for cell in cells).rstrip())
     return lines
 
 
@@ -191,8 +201,8 @@ def record(benchmark, rates, row, target, algorithm, flop, moved=None, median=No
         gflops=flop / median / 1e9, peak_share=flop / median / rates.peak, peak_gflops=rates.peak / 1e9,
         tile_share=rates.tile_share,
     )
-    if rates.own_peak is not None:
-        own = rates.own_peak
+    own = rates.own_peak
+    if flop and own is not None:
         benchmark.extra_info.update(own_peak_gflops=own / 1e9, own_peak_share=flop / median / own)
     quiet = rates.quiet(benchmark.stats.stats.data)
     benchmark.extra_info["quiet_rounds"] = len(quiet)

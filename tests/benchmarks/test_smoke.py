@@ -14,10 +14,24 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 KEYS = {"net", "layer", "pass", "algorithm", "target", "threads", "minibatch", "gflops", "peak_share", "tile_share"}
 
 
-def test_quiet_rounds_are_those_between_two_quick_samples():
+def sampled(undisturbed: dict, samples: dict) -> Rates:
+    """Rates after a row; loops go by their names."""
     rates = object.__new__(Rates)
-    rates._least, rates._samples, rates._first_after = 0, ([100] * 7, [99, 50, 99, 99, 60, 99, 99]), [1, 3, 4, 6]
+    rates._loops, rates._samples = {name: name for name in samples}, samples
+    rates._undisturbed = {name: (1, rate) for name, rate in undisturbed.items()}
+    return rates
+
+
+def test_quiet_rounds_are_those_between_two_quick_samples():
+    rates = sampled({"peak": 0, "tile": 0}, {"peak": [100] * 7, "tile": [99, 50, 99, 99, 60, 99, 99]})
+    rates._first_after = [1, 3, 4, 6]
     assert rates.quiet([1.0, 2.0, 3.0, 4.0]) == [2.0, 4.0]
+
+
+def test_peaks_are_medians_and_never_far_below_the_best():
+    rates = sampled({"peak": 100, "own": 50}, {"peak": [93, 97, 99], "own": [30, 35, 49]})
+    assert rates.peak == 97 and rates.own_peak == pytest.approx(45)
+    assert sampled({"peak": 100}, {"peak": [93]}).own_peak is None
 
 
 def run(*arguments):
