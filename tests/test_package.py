@@ -25,7 +25,8 @@ SHIPPED = ("pcldnn", "tests", "scripts", "docs", "README.md", "LICENSE", "CONTRI
 
 def run(*command, cwd=REPOSITORY, **env):
     """Run a Python command; returns the finished process, its output in one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PCLDNN_", "PYTHON", "GOMP_", "OMP_WAIT"))}
+    ours = ("PCLDNN_", "PYTHON", "GOMP_", "OMP_WAIT")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env={**environment, **env}, text=True, check=False,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500)  # fmt: skip
 

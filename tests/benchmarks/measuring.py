@@ -33,10 +33,10 @@ class Rates:
     def __init__(self, threads: int):
         self.threads = threads
         self._strongest = next(iter(_kernels.targets.values()))
-        self._undisturbed = {}  # for each loop (steps in SAMPLE seconds, rate [flop/s]) where nobody else is
+        self._known = {}  # what `_undisturbed` has measured
         self._triad = 0.0, -1e9  # value, when
+        self._undisturbed(self._strongest.fma_loop)  # at the start of the run
         self.begin_row(self._strongest.TARGET)
-        self._least("peak")  # at the start of the run
 
     def begin_row(self, by: str):
         """Forget the samples of the row before."""
@@ -57,26 +57,25 @@ class Rates:
     def sample(self):
         """Run the FMA loops of 12 accumulators, then the tile, on all threads for a moment."""
         for name, loop in self._loops.items():
-            self._least(name)
+            steps, _ = self._undisturbed(loop)
             loop(1000, self.threads)  # wakes the threads
             start = time.perf_counter()
-            flop = loop(self._undisturbed[loop][0], self.threads)
+            flop = loop(steps, self.threads)
             self._samples[name].append(flop / (time.perf_counter() - start))
 
-    def _least(self, name) -> float:
-        """90 % of the best that a loop of the row did when it was first needed [flop/s]."""
-        loop = self._loops[name]
-        if loop not in self._undisturbed:
+    def _undisturbed(self, loop) -> tuple[int, float]:
+        """Steps that a loop does in SAMPLE seconds, and its rate [flop/s], at its best when it was first needed."""
+        if loop not in self._known:
             rate = machine.best_rate(loop, self.threads)
-            self._undisturbed[loop] = max(int(1000 * self.SAMPLE * rate / loop(1000, self.threads)), 1), rate
-        return 0.9 * self._undisturbed[loop][1]
+            self._known[loop] = max(int(1000 * self.SAMPLE * rate / loop(1000, self.threads)), 1), rate
+        return self._known[loop]
 
     def _rate(self, name) -> float:
-        """The median rate of a loop during this row [flop/s]; at least 90 % of that at the run's start.
+        """The median rate of a loop during this row [flop/s]; at least 90 % of its best when it was first needed.
 
         A thread that was kept from its core in most samples must not make shares of the peak look better.
         """
-        return max(statistics.median(self._samples[name]), self._least(name))
+        return max(statistics.median(self._samples[name]), 0.9 * self._undisturbed(self._loops[name])[1])
 
     @property
     def peak(self) -> float:

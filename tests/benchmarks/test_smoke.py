@@ -18,7 +18,7 @@ def sampled(undisturbed: dict, samples: dict) -> Rates:
     """Rates after a row; loops go by their names."""
     rates = object.__new__(Rates)
     rates._loops, rates._samples = {name: name for name in samples}, samples
-    rates._undisturbed = {name: (1, rate) for name, rate in undisturbed.items()}
+    rates._known = {name: (1, rate) for name, rate in undisturbed.items()}
     return rates
 
 
