@@ -12,7 +12,7 @@
 #    gives two outputs fewer in each dimension, 4x4 for 64 products in the place of 400, or 2 for 6 points. `size` is
 #    that of the tile for 3x3 filters, its inputs less 2; `taps` is 3 or 5, and outputs are size + 3 - taps.
 # d. A tile asks for what the next one reads, and for the points that it writes. With 64 places at once, no prefetcher
-#    of the hardware follows the rows of the image, and a store waits for its line: that was 5 to 25 % of a pass. The
+#    of the hardware follows the rows of the image, and a store waits for its line: that was 2 to 25 % of a pass. The
 #    requests are spread over the arithmetic, for there are few buffers for lines on their way.
 
 cdef extern from *:
