@@ -26,11 +26,13 @@ FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
 FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
 # Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, forward, Sapphire Rapids:
 TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
-SEGMENT_START = 150  # for another range of pixels within a tile, whose sums pass through memory in between
+SEGMENT_START = 100  # for a range of pixels within a tile, whose loops end where nothing predicts it
 RANGE_START = 20  # likewise in the weight gradient: an indirect jump and loop set-up
 LINE_IN_ROW = 3  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
-LINE_ACROSS = 4  # for a line of y when the pixels of a tile lie in different images
-PACK = 2  # to pack one number
+LINE_ACROSS = 2  # for a line of y when the pixels of a tile lie in different images
+LOOP_START = 12  # of the weight gradient's innermost loop: its end is mispredicted, and the next one's reads begin late
+PACK = 2  # to pack one number among those of other images
+COPY = 1  # to copy one number, a vector at a time
 L2_BYTES = 16  # bytes a cycle from L2 that a kernel gets while it computes
 L3_BYTES = 8  # from L3
 IN_L1 = 0.8  # share of L1 in which filters stay while other data pass: those of 16 channels, 64 outputs and 3x3 taps
@@ -273,11 +275,15 @@ def _weight_grad_cycles(
     if dy + x > machine.l2 // 2:
         from_l3 = (dy + x) * tiles
     compute = max(steps * sum(rows) * images, visits * from_l2 / (2 * L2_BYTES))
-    cycles = compute + visits * (from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * RANGE_START)
+    apart = across and (images < shape.N or shape.stride[1] > 1)  # whether columns of a row are loops of their own
+    loops = sum(rows) / shape.R * tiles * (shape.Q if apart else 1) * (images / depth)
+    sums = 2 * FLOAT * shape.R * shape.S * lanes * vectors * machine.width
+    visit = sums / L2_BYTES + from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * RANGE_START
+    cycles = compute + visits * visit + loops * LOOP_START
     if across:
         panels, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)
         inputs, outputs = lanes * shape.H * shape.W, vectors * machine.width * shape.P * shape.Q
-        cycles += PACK * images * (inputs / panels + outputs / in_blocks)
+        cycles += COPY * images * (inputs / panels + outputs / in_blocks)
     return cycles
 
 

@@ -5,8 +5,8 @@
 #    same way). For every output row and column an `Axis` says which filter taps meet real pixels.
 # b. Nothing is padded in memory and no tap that falls in the padding is computed: a column tile carries its
 #    `Segment`s, runs of filter taps that meet the same pixels lo..hi of the tile. Within a segment taps and input
-#    channels are contiguous in both arrays, so a segment is one call of the micro-kernel (a 3x3 filter inside the
-#    image: one call for all of its rows and input channels).
+#    channels are contiguous in both arrays, so that one innermost loop runs over them (a 3x3 filter inside the image:
+#    one segment).
 # c. The pixels of a tile are neighbours in a row, or the same pixel of several images (`across_images`). The latter
 #    packs the input by tiles of images, (tiles, CB, H, W, b, tile_pitch(N)), in one pass over it (`pack_samples`); then
 #    every tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
@@ -24,12 +24,6 @@ cdef struct Axis:
     Py_ssize_t in_step     # advance of the input position per output
     Py_ssize_t in0         # input position of output 0, tap 0; may be negative: padding
     Py_ssize_t in_size     # input positions
-
-
-cdef struct Segment:
-    int tap                # first filter tap
-    int taps               # number of taps
-    int lo, hi             # pixels of the tile that they meet
 
 
 cdef struct ColumnTile:
@@ -73,8 +67,9 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
     cdef Axis* cols = &c.cols
     cdef Segment* seg
     cdef int t, p, lo, hi, width
-    cdef Py_ssize_t tap, first
+    cdef Py_ssize_t tap, first, last
     for t in range(c.n_tiles):
+        last = -1
         first = t if c.across_images else tile_start(cols.count, c.n_tiles, t)
         width = 1 if c.across_images else <int>(tile_start(cols.count, c.n_tiles, t + 1) - first)
         c.tiles[t].first = first
@@ -86,39 +81,16 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
             for p in range(width):
                 if first_tap(cols, first + p) <= tap and tap < last_tap(cols, first + p):
                     lo = min(lo, p)
-                    hi = p + 1
+                    hi = TILE if c.across_images else p + 1
             if lo >= hi:
                 continue
             seg = c.segments + t * cols.taps + c.tiles[t].segments
-            if c.tiles[t].segments > 0 and cols.w_step == 1 and (seg - 1).lo == lo and (seg - 1).hi == hi \
-                    and (seg - 1).tap + (seg - 1).taps == tap:
-                (seg - 1).taps += 1
+            if last == tap and cols.w_step == 1 and (seg - 1).lo == lo and (seg - 1).hi == hi:
+                (seg - 1).steps += c.lanes
             else:
-                seg.tap = <int>tap
-                seg.taps = 1
-                seg.lo = lo
-                seg.hi = hi
+                seg[0] = Segment(lo=lo, hi=hi, steps=c.lanes, x=tap * c.x_column, w=tap * cols.w_step * c.lanes * b)
                 c.tiles[t].segments += 1
-
-
-cdef void fill_tile(float* y, Py_ssize_t yp, Py_ssize_t yv, int width, Py_ssize_t vectors,
-                    const float* bias) noexcept nogil:
-    """Start every pixel from the bias of its channels, or from zero when there is none."""
-    cdef Py_ssize_t v
-    cdef int p
-    cdef vec value
-    for v in range(vectors):
-        value = zero() if bias == NULL else load(bias + v * b)
-        for p in range(width):
-            store(y + v * yv + p * yp, value)
-
-
-cdef void relu_tile(float* y, Py_ssize_t yp, Py_ssize_t yv, int width, Py_ssize_t vectors) noexcept nogil:
-    cdef Py_ssize_t v
-    cdef int p
-    for v in range(vectors):
-        for p in range(width):
-            store(y + v * yv + p * yp, vrelu(load(y + v * yv + p * yp)))
+            last = tap + 1
 
 
 cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
@@ -126,40 +98,32 @@ cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, P
     """One register tile: `width` pixels of output row `row`, `vectors` channel blocks from k on, inputs cb0..cb1."""
     cdef ColumnTile* tile = c.tiles + t
     cdef Segment* seg = c.segments + t * c.cols.taps
-    cdef const float* bias = NULL if c.bias == NULL else c.bias + k * b
     cdef Py_ssize_t xp = 1 if c.across_images else c.cols.in_step * c.x_column
     cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
-    cdef Py_ssize_t tap_size = c.lanes * b
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
-    cdef bint relu = c.relu and cb1 == c.in_blocks
+    cdef bint last = cb1 == c.in_blocks
     cdef Reduction over = one_loop(0, c.x_lane, b)
     cdef Ends ends
-    cdef int g
     cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
         + (c.cols.out0 + tile.first * c.cols.out_step) * b
     cdef const float* x = c.x + image * c.x_image + cb0 * c.x_block \
         + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.x_column
     cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
-        + c.cols.w0 * tap_size
+        + c.cols.w0 * c.lanes * b
     over.n1, over.x1, over.w1 = max(r1 - r0, 0), c.x_row, c.rows.w_step * c.w_row
     over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
+    if tile.segments == 1 and seg.lo == 0 and seg.hi >= width:
+        over.n0 = seg.steps
+        x += seg.x
+        w += seg.w
+    else:
+        over.segments, over.n_segments = seg, tile.segments
     over.ahead = 0 if c.across_images else width * xp
-    ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False, relu=False,
-                past=False)
-    if tile.segments == 1 and seg.lo == 0 and (c.across_images or seg.hi == width):
-        ends.relu = relu
-        ends.past = c.past and cb1 == c.in_blocks
-        if cb0 == 0:
-            ends.start, ends.start_p, ends.start_v = bias, 0, b
-    elif cb0 == 0:
-        fill_tile(y, yp, c.y_block, width, vectors, bias)
-    for g in range(tile.segments):
-        over.n0 = seg.taps * c.lanes
-        run(seg.lo, width if c.across_images else seg.hi, &ends, x + seg.tap * c.x_column, xp,
-            w + seg.tap * c.cols.w_step * tap_size, c.w_out, &over, vectors)
-        seg += 1
-    if relu and not ends.relu:
-        relu_tile(y, yp, c.y_block, width, vectors)
+    ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False,
+                relu=c.relu and last, past=c.past and last)
+    if cb0 == 0:
+        ends.start, ends.start_p, ends.start_v = NULL if c.bias == NULL else c.bias + k * b, 0, b
+    run(width, &ends, x, xp, w, c.w_out, &over, vectors)
 
 
 cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0,

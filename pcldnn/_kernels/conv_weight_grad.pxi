@@ -6,8 +6,8 @@
 # b. Positions that a pixel's padding cuts off are left out: columns with the same range of positions make one call.
 #    Tiles take whole filter columns or lie within one: few tiles are cut off in part, none where lanes fill a vector.
 # c. Rows are taken in bands that stay in cache while all filter rows and positions pass over them.
-# d. Where images are small the innermost sum runs across images (`across_images`): x is transposed to have images
-#    innermost, dy copied to (KB, P, Q, N, b), and every stream is contiguous again.
+# d. Where images are small the innermost sum runs across images (`across_images`): x and dy are copied to (CB, H, W, N,
+#    b) and (KB, P, Q, N, b). A row then is N times as long, and every stream is contiguous again.
 # e. A job owns a block of dweight. Where there are fewer blocks than parallel work needs, `copies` private ones, each
 #    over its share of the images, are added up in a fixed order.
 
@@ -17,7 +17,7 @@ cdef struct WeightGradPass:
     float* dw
     float* copies                                            # private copies 1.. of dw; copy 0 is dw itself
     Py_ssize_t images, in_blocks, out_blocks, lanes, R, S, P, Q, H, W
-    Py_ssize_t x_image, x_block, x_row, x_column, x_lane     # distances [float]
+    Py_ssize_t x_image, x_block, x_row, x_column             # distances [float]
     Py_ssize_t dy_image, dy_block, dy_row, dy_column, dw_size
     Py_ssize_t stride_h, stride_w, pad_h, pad_w
     Py_ssize_t band, c_blocks, n_copies                      # rows of dy per visit; input channel blocks of a job
@@ -39,19 +39,18 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
     """Add to `width` rows of dw from j0 on (filter row r) what rows p0..p1 of `images` images give."""
     cdef Reduction over = one_loop(0, 0, 0)
     cdef Ends ends
+    cdef float* out
     cdef Py_ssize_t q, q1
     cdef Py_ssize_t dw_block = g.in_blocks * g.R * g.S * g.lanes * b
-    cdef Py_ssize_t step = g.stride_w * g.x_column
+    cdef Py_ssize_t step = g.stride_w * g.x_column, x0 = g.lanes if g.across_images else step
+    cdef Py_ssize_t column = j0 // g.lanes * g.x_column + j0 % g.lanes
     cdef int lo, hi, lo1, hi1
     # rows p with 0 <= p * stride_h - pad_h + r < H
     p0 = max(p0, (g.pad_h - r + g.stride_h - 1) // g.stride_h if g.pad_h > r else 0)
     p1 = min(p1, (g.H - 1 + g.pad_h - r) // g.stride_h + 1 if g.H - 1 + g.pad_h >= r else 0)
     if p0 >= p1:
         return
-    dw += j0 * b
-    ends = Ends(start=dw, start_p=b, start_v=dw_block, out=dw, out_p=b, out_v=dw_block, add=False, relu=False,
-                past=False)
-    x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + j0 * g.x_lane
+    x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + column
     dy += p0 * g.dy_row
     q = 0
     while q < g.Q:
@@ -62,28 +61,30 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
             if lo1 != lo or hi1 != hi:
                 break
             q1 += 1
-        if g.across_images:
-            over.n0, over.x0, over.w0 = images, 1, b
-            over.n1, over.x1, over.w1 = q1 - q, step, g.dy_column
-            over.n2, over.x2, over.w2 = p1 - p0, g.stride_h * g.x_row, g.dy_row
-        else:
-            over.n0, over.x0, over.w0 = q1 - q, step, b
-            over.n1, over.x1, over.w1 = p1 - p0, g.stride_h * g.x_row, g.dy_row
-            over.n2, over.x2, over.w2 = 1, 0, 0
+        over.n0, over.x0, over.w0 = images, x0, b
+        over.n1, over.x1, over.w1 = q1 - q, step, g.dy_column
+        over.n2, over.x2, over.w2 = p1 - p0, g.stride_h * g.x_row, g.dy_row
+        if step == images * x0:  # nothing lies between columns: one loop
+            over.n0, over.n1 = images * (q1 - q), 1
         if lo < hi:
-            run(lo, hi, &ends, x + q * step, g.x_lane, dy + q * g.dy_column, g.dy_block, &over, vectors)
+            out = dw + (j0 + lo) * b
+            ends = Ends(start=out, start_p=b, start_v=dw_block, out=out, out_p=b, out_v=dw_block, add=False,
+                        relu=False, past=False)
+            run(hi - lo, &ends, x + q * step + lo, 1, dy + q * g.dy_column, g.dy_block, &over, vectors)
         q = q1
 
 
 cdef inline Py_ssize_t run_tiles(WeightGradPass* g) noexcept nogil:
     """Number of tiles of a (filter column, channel) run: decision b."""
-    return (g.S + TILE // g.lanes - 1) // (TILE // g.lanes) if g.lanes < TILE else g.S * tiles_of(g.lanes)
+    if g.lanes < TILE and not g.across_images:
+        return (g.S + TILE // g.lanes - 1) // (TILE // g.lanes)
+    return g.S * tiles_of(g.lanes)
 
 
 cdef inline Py_ssize_t run_start(WeightGradPass* g, Py_ssize_t tiles, Py_ssize_t t) noexcept nogil:
     """First position of tile t of a run."""
     cdef int parts = tiles_of(g.lanes)
-    if g.lanes < TILE:
+    if g.lanes < TILE and not g.across_images:
         return tile_start(g.S, <int>tiles, <int>t) * g.lanes
     return t // parts * g.lanes + tile_start(g.lanes, parts, <int>(t % parts))
 
@@ -191,40 +192,26 @@ cdef void weight_grad_arrays(WeightGradPass* g, const float* x, const float* dy,
                              int num_threads) noexcept nogil:
     """Pointers and distances of x and dy, which are first put in order in `room` if the sum runs across images."""
     cdef Py_ssize_t N = g.images, inputs = g.in_blocks * g.H * g.W * g.lanes, outputs = g.out_blocks * g.P * g.Q
-    cdef Py_ssize_t job, n
-    g.x, g.dy, g.x_lane, g.dy_column = x, dy, 1, b
+    g.x, g.dy, g.x_column, g.dy_column = x, dy, g.lanes, b
     if g.across_images:
-        transpose_matrix(x, N, inputs, room, num_threads)
-        for job in prange(outputs, num_threads=num_threads, schedule="static"):
-            for n in range(N):
-                store(room + N * inputs + (job * N + n) * b, load(dy + (n * outputs + job) * b))
-        g.x, g.dy, g.x_lane, g.dy_column = room, room + N * inputs, N, N * b
-    g.x_column = g.lanes * g.x_lane
+        gather_images(x, N, inputs, g.lanes, room, num_threads)
+        gather_images(dy, N, outputs * b, b, room + N * inputs, num_threads)
+        g.x, g.dy, g.x_column, g.dy_column = room, room + N * inputs, N * g.lanes, N * b
     g.x_row = g.W * g.x_column
     g.x_block = g.H * g.x_row
     g.dy_row = g.Q * g.dy_column
     g.dy_block = g.P * g.dy_row
-    g.x_image = 1 if g.across_images else g.in_blocks * g.x_block
+    g.x_image = g.lanes if g.across_images else g.in_blocks * g.x_block
     g.dy_image = b if g.across_images else g.out_blocks * g.dy_block
 
 
-cdef void transpose_matrix(const float* x, Py_ssize_t N, Py_ssize_t M, float* xt, int num_threads) noexcept nogil:
-    """x (N, M) to xt (M, N)."""
-    cdef Py_ssize_t job
-    for job in prange((M + b - 1) // b, num_threads=num_threads, schedule="static"):
-        transpose_columns(x, N, M, xt, job * b, min((job + 1) * b, M))
-
-
-cdef void transpose_columns(const float* x, Py_ssize_t N, Py_ssize_t M, float* xt, Py_ssize_t m0,
-                            Py_ssize_t m1) noexcept nogil:
-    cdef float square[b * b]
-    cdef Py_ssize_t n = 0, m
-    while m1 - m0 == b and n + b <= N:
-        transpose(x + n * M + m0, M, square)
-        for m in range(b):
-            store(xt + (m0 + m) * N + n, load(square + m * b))
-        n += b
-    while n < N:
-        for m in range(m0, m1):
-            xt[m * N + n] = x[n * M + m]
-        n += 1
+cdef void gather_images(const float* x, Py_ssize_t N, Py_ssize_t size, Py_ssize_t run, float* out,
+                        int num_threads) noexcept nogil:
+    """x (N, size / run, run) to (size / run, N, run)."""
+    cdef Py_ssize_t job, n
+    for job in prange(size // run, num_threads=num_threads, schedule="static"):
+        for n in range(N):
+            if run == b:
+                store(out + (job * N + n) * b, load(x + n * size + job * b))
+            else:
+                memcpy(out + (job * N + n) * run, x + n * size + job * run, run * sizeof(float))

@@ -87,7 +87,7 @@ cdef void linear_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_ssize
         ends.out = y + n * y_row
         if not first:
             ends.start, ends.start_p = ends.out, y_row
-        run(0, width, &ends, packed + (t * F + f0) * pitch, 1, w, wv, &over, vectors)
+        run(width, &ends, packed + (t * F + f0) * pitch, 1, w, wv, &over, vectors)
 
 
 cdef void forward_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB,
@@ -157,8 +157,8 @@ cdef void input_grad_tiles(const float* packed, Py_ssize_t K, const float* w, Py
     cdef Py_ssize_t f, v, panel, panels = panels_of(vectors)
     cdef Ends ends = Ends(start=NULL, start_p=b, start_v=count * b, out=NULL, out_p=b, out_v=count * b, add=False,
                           relu=False, past=False)
-    cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=blocks, x1=F * b, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
-                                    next=NULL, next_step=0, next1=F * b)
+    cdef Reduction over = one_loop(b, 1, b)
+    over.n1, over.x1, over.w1, over.next1 = blocks, F * b, b * b, F * b
     for t in range(tiles):
         f = tile_start(count, tiles, t)
         width = <int>(tile_start(count, tiles, t + 1) - f)
@@ -168,7 +168,7 @@ cdef void input_grad_tiles(const float* packed, Py_ssize_t K, const float* w, Py
             over.next = w + (f + width) * b + panel * width * b // panels
             ends.out = sums + (v * count + f) * b
             ends.start = NULL if first else ends.out
-            run(0, width, &ends, w + f * b, b, packed + v * K * b, K * b, &over, min(VECTORS, vectors - v))
+            run(width, &ends, w + f * b, b, packed + v * K * b, K * b, &over, min(VECTORS, vectors - v))
 
 
 cdef void input_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* w, Py_ssize_t KB, float* dx,
@@ -212,7 +212,7 @@ cdef void weight_grad_tiles(const float* packed, Py_ssize_t N, Py_ssize_t F, Py_
         width = <int>(tile_start(F, tiles, t + 1) - f)
         ends.out = dw + f * b
         ends.start = NULL if n0 == 0 else ends.out
-        run(0, width, &ends, packed + (t * N + n0) * pitch, 1, dy + n0 * PANEL, b, &over, vectors)
+        run(width, &ends, packed + (t * N + n0) * pitch, 1, dy + n0 * PANEL, b, &over, vectors)
 
 
 cdef void weight_grad_group(const float* packed, Py_ssize_t N, Py_ssize_t F, const float* dy, float* dw,

@@ -55,7 +55,7 @@ cdef float tile_steps_from_l1(Py_ssize_t steps) noexcept nogil:
     memset(x, 0, sizeof(x))
     memset(w, 0, sizeof(w))
     over.n1 = steps
-    run(0, TILE, &ends, x, b, w, b * b, &over, VECTORS)
+    run(TILE, &ends, x, b, w, b * b, &over, VECTORS)
     return out[0]
 
 

@@ -86,8 +86,17 @@ PCL_INLINE void prefetch_row(const float *p) {
     for (int i = 0, p = 0, v = 0; i < PCL_TILE * PCL_VECTORS; i++, p = i / PCL_VECTORS, v = i % PCL_VECTORS) \
         if (lo <= p && p < hi && v < vectors)
 
+/* sum += a * s with the sum where it was. Where the sum is cut in segments gcc 12 otherwise multiplies into other
+ * registers and copies back, a third of all instructions; where it is not, it is this that makes it copy. */
+#if defined(__FMA__)
+#define PCL_ADD_IN_PLACE(sum, a, s) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(s))
+#else
+#define PCL_ADD_IN_PLACE(sum, a, s) (sum) += (a) * (s)
+#endif
+
 /* Sums begin at zero, or at `start`: a bias, or what an earlier call has left. */
-PCL_INLINE void tile_begin(int lo, int hi, int vectors, vec *acc, const float *start, long sp, long sv) {
+PCL_INLINE void tile_begin(int width, int vectors, vec *acc, const float *start, long sp, long sv) {
+    const int lo = 0, hi = width;
     if (start) {
         PCL_SUMS acc[i] = vec_load(start + v * sv + p * sp);
     } else {
@@ -95,15 +104,20 @@ PCL_INLINE void tile_begin(int lo, int hi, int vectors, vec *acc, const float *s
     }
 }
 
-PCL_INLINE void tile_step(int lo, int hi, int vectors, vec *acc, const float *x, long xp, const float *w, long wv) {
+PCL_INLINE void tile_step(int lo, int hi, int vectors, vec *acc, const float *x, long xp, const float *w, long wv,
+                          int cut) {
     vec filter[PCL_VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) filter[v] = vec_load(w + v * wv);
-    PCL_SUMS acc[i] += filter[v] * x[p * xp];
+    if (cut) {
+        PCL_SUMS PCL_ADD_IN_PLACE(acc[i], filter[v], vec_set(x[p * xp]));
+    } else {
+        PCL_SUMS acc[i] += filter[v] * x[p * xp];
+    }
 }
 
-PCL_INLINE void tile_end(int lo, int hi, int vectors, vec *acc, float *out, long op, long ov, int add, int relu,
-                         int past) {
+PCL_INLINE void tile_end(int width, int vectors, vec *acc, float *out, long op, long ov, int add, int relu, int past) {
+    const int lo = 0, hi = width;
     if (add) {
         PCL_SUMS acc[i] += vec_load(out + v * ov + p * op);
     }
@@ -117,27 +131,28 @@ PCL_INLINE void tile_end(int lo, int hi, int vectors, vec *acc, float *out, long
     }
 }
 
-/* PCL_RANGES(f, lo, hi, ...) calls f(lo, hi, ...) with lo and hi as compile-time constants, 0 <= lo < hi <= PCL_TILE,
- * so that the always-inlined f keeps its accumulators in registers whatever part of the tile takes part. PCL_WIDTHS is
- * the part of it with lo = 0. */
+/* PCL_WIDTHS(f, width, ...) calls f(width, ...) with a compile-time constant, 0 < width <= PCL_TILE, and PCL_RANGES(f,
+ * width, lo, hi, ...) calls f(lo, hi, ...) likewise, 0 <= lo < hi <= width, so that the always-inlined f keeps its
+ * accumulators in registers whatever part of the tile takes part. */
 #if PCL_TILE != 6 || PCL_VECTORS > 4
 #error "no table for this register tile: change PCL_RANGES, and `run` in tile.pxi"
 #endif
-#define PCL_CASE(f, lo, hi, ...) case ((lo) * 8 + (hi)): f(lo, hi, __VA_ARGS__); break;
-#define PCL_WIDTHS(f, hi, ...) \
-    switch (hi) { \
-        PCL_CASE(f, 0, 1, __VA_ARGS__) PCL_CASE(f, 0, 2, __VA_ARGS__) PCL_CASE(f, 0, 3, __VA_ARGS__) \
-        PCL_CASE(f, 0, 4, __VA_ARGS__) PCL_CASE(f, 0, 5, __VA_ARGS__) PCL_CASE(f, 0, 6, __VA_ARGS__) \
+#define PCL_WIDTH_CASE(f, width, ...) case width: f(width, __VA_ARGS__); break;
+#define PCL_WIDTHS(f, width, ...) \
+    switch (width) { \
+        PCL_WIDTH_CASE(f, 1, __VA_ARGS__) PCL_WIDTH_CASE(f, 2, __VA_ARGS__) PCL_WIDTH_CASE(f, 3, __VA_ARGS__) \
+        PCL_WIDTH_CASE(f, 4, __VA_ARGS__) PCL_WIDTH_CASE(f, 5, __VA_ARGS__) PCL_WIDTH_CASE(f, 6, __VA_ARGS__) \
     }
-#define PCL_RANGES(f, lo, hi, ...) \
+#define PCL_CASE(f, w, lo, hi, ...) case ((lo) * 8 + (hi)): if ((hi) <= (w)) f(lo, hi, __VA_ARGS__); break;
+#define PCL_RANGES(f, w, lo, hi, ...) \
     switch ((lo) * 8 + (hi)) { \
-        PCL_CASE(f, 0, 1, __VA_ARGS__) PCL_CASE(f, 0, 2, __VA_ARGS__) PCL_CASE(f, 0, 3, __VA_ARGS__) \
-        PCL_CASE(f, 0, 4, __VA_ARGS__) PCL_CASE(f, 0, 5, __VA_ARGS__) PCL_CASE(f, 0, 6, __VA_ARGS__) \
-        PCL_CASE(f, 1, 2, __VA_ARGS__) PCL_CASE(f, 1, 3, __VA_ARGS__) PCL_CASE(f, 1, 4, __VA_ARGS__) \
-        PCL_CASE(f, 1, 5, __VA_ARGS__) PCL_CASE(f, 1, 6, __VA_ARGS__) PCL_CASE(f, 2, 3, __VA_ARGS__) \
-        PCL_CASE(f, 2, 4, __VA_ARGS__) PCL_CASE(f, 2, 5, __VA_ARGS__) PCL_CASE(f, 2, 6, __VA_ARGS__) \
-        PCL_CASE(f, 3, 4, __VA_ARGS__) PCL_CASE(f, 3, 5, __VA_ARGS__) PCL_CASE(f, 3, 6, __VA_ARGS__) \
-        PCL_CASE(f, 4, 5, __VA_ARGS__) PCL_CASE(f, 4, 6, __VA_ARGS__) PCL_CASE(f, 5, 6, __VA_ARGS__) \
+        PCL_CASE(f, w, 0, 1, __VA_ARGS__) PCL_CASE(f, w, 0, 2, __VA_ARGS__) PCL_CASE(f, w, 0, 3, __VA_ARGS__) \
+        PCL_CASE(f, w, 0, 4, __VA_ARGS__) PCL_CASE(f, w, 0, 5, __VA_ARGS__) PCL_CASE(f, w, 0, 6, __VA_ARGS__) \
+        PCL_CASE(f, w, 1, 2, __VA_ARGS__) PCL_CASE(f, w, 1, 3, __VA_ARGS__) PCL_CASE(f, w, 1, 4, __VA_ARGS__) \
+        PCL_CASE(f, w, 1, 5, __VA_ARGS__) PCL_CASE(f, w, 1, 6, __VA_ARGS__) PCL_CASE(f, w, 2, 3, __VA_ARGS__) \
+        PCL_CASE(f, w, 2, 4, __VA_ARGS__) PCL_CASE(f, w, 2, 5, __VA_ARGS__) PCL_CASE(f, w, 2, 6, __VA_ARGS__) \
+        PCL_CASE(f, w, 3, 4, __VA_ARGS__) PCL_CASE(f, w, 3, 5, __VA_ARGS__) PCL_CASE(f, w, 3, 6, __VA_ARGS__) \
+        PCL_CASE(f, w, 4, 5, __VA_ARGS__) PCL_CASE(f, w, 4, 6, __VA_ARGS__) PCL_CASE(f, w, 5, 6, __VA_ARGS__) \
     }
 
 #endif

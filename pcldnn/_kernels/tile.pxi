@@ -4,24 +4,38 @@
 #    one broadcast float. Strides decide what it is: p runs over pixels of a row, over images or over samples
 #    (forward, input gradient, fully connected), or over filter taps and input channels (weight gradient).
 # b. The tile is VECTORS vectors x TILE pixels; isa.py chooses both. The vectors of a tile are called a panel.
-# c. Only pixels lo <= p < hi take part: lo and hi are compile-time constants (PCL_RANGES in simd.h), so taps that fall
-#    in the padding cost nothing and edge tiles run the same code.
+# c. Width and vectors are compile-time constants (PCL_WIDTHS in simd.h). Where taps fall in the padding, the sum is cut
+#    in `Segment`s in which only pixels lo <= p < hi take part. These are constants too (PCL_RANGES), so such taps cost
+#    nothing, and the accumulators stay in registers from one segment to the next.
 # d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width: the pixels then lie at
 #    fixed offsets from one pointer. Any other distance works, with more registers.
 # e. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
 #    registers over filter rows and input channel blocks, or over rows and images. `Ends` says where they come from and
-#    go to. `run` is not inlined: each range of pixels is compiled once.
+#    go to. `run` is not inlined: each width is compiled once.
 # f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
 #    that take as long as their weights take to arrive then do both at once.
 
+cdef enum Kind:
+    WHOLE                      # every pixel takes part in every step
+    FETCHING                   # likewise, and later reads are asked for
+    CUT                        # the sum is cut in segments
+
 cdef enum:
     PACK_RUN = 256             # features that a job of pack_samples takes [elements]
+
+
+cdef struct Segment:           # a part of the sum that pixels lo <= p < hi of a tile have
+    int lo, hi                 # hi may be above the tile's width
+    Py_ssize_t steps           # of the innermost loop
+    Py_ssize_t x, w            # its place in what the tile reads [float]
 
 
 cdef struct Reduction:
     Py_ssize_t n0, x0, w0      # innermost loop: steps, and what x and w advance each step [float]
     Py_ssize_t n1, x1, w1      # the loop around it
     Py_ssize_t n2, x2, w2      # the outermost one
+    const Segment* segments    # NULL: one, of all pixels and n0 steps
+    int n_segments
     Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
     const float* next          # what a later call reads, asked for a bit at every innermost step; NULL: nothing
     Py_ssize_t next_step, next1    # what it advances each innermost step, and each step of the loop around it [float]
@@ -39,79 +53,103 @@ cdef struct Ends:
 cdef extern from "simd.h" nogil:
     void prefetch_row(const float* p)
     void prefetch(const float* p)
-    void tile_begin(int lo, int hi, int vectors, vec* acc, const float* start, Py_ssize_t p, Py_ssize_t v)
-    void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv)
-    void tile_end(int lo, int hi, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu,
+    void tile_begin(int width, int vectors, vec* acc, const float* start, Py_ssize_t p, Py_ssize_t v)
+    void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
+                   bint cut)
+    void tile_end(int width, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu,
                   bint past)
-    void for_range "PCL_RANGES"(void (*f)(int, int, int, Py_ssize_t, bint, const Ends*, const float*, const float*,
+    void for_range "PCL_RANGES"(void (*f)(int, int, int, Py_ssize_t, Kind, vec*, const float*, const float*,
+                                          Py_ssize_t, Py_ssize_t, const Reduction*) noexcept nogil,
+                                int width, int lo, int hi, int vectors, Py_ssize_t xp, Kind kind, vec* acc,
+                                const float* x, const float* w, Py_ssize_t wv, Py_ssize_t n0, const Reduction* over)
+    void for_width "PCL_WIDTHS"(void (*f)(int, int, Py_ssize_t, Kind, const Ends*, const float*, const float*,
                                           Py_ssize_t, const Reduction*) noexcept nogil,
-                                int lo, int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends,
-                                const float* x, const float* w, Py_ssize_t wv, const Reduction* over)
-    void for_width "PCL_WIDTHS"(void (*f)(int, int, int, Py_ssize_t, bint, const Ends*, const float*, const float*,
-                                          Py_ssize_t, const Reduction*) noexcept nogil,
-                                int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends, const float* x,
+                                int width, int vectors, Py_ssize_t xp, Kind kind, const Ends* ends, const float* x,
                                 const float* w, Py_ssize_t wv, const Reduction* over)
 
 
-cdef inline void accumulate(int lo, int hi, int vectors, Py_ssize_t xp, bint fetching, const Ends* ends,
-                            const float* x, const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
+cdef inline void sum_range(int lo, int hi, int vectors, Py_ssize_t xp, Kind kind, vec* acc, const float* x,
+                           const float* w, Py_ssize_t wv, Py_ssize_t n0, const Reduction* over) noexcept nogil:
     """acc[v][p] += w[v*wv + i] * x[p*xp + j], lo <= p < hi, with i and j walking the three loops of `over`."""
-    cdef vec acc[VECTORS * TILE]
-    cdef Py_ssize_t i0, i1, i2, n0 = over.n0, x0 = over.x0, w0 = over.w0, next_step = over.next_step
+    cdef Py_ssize_t i0, i1, i2, x0 = over.x0, w0 = over.w0, next_step = over.next_step
     cdef const float* xq
     cdef const float* wq
     cdef const float* next = NULL
-    tile_begin(lo, hi, vectors, acc, ends.start, ends.start_p, ends.start_v)
     for i2 in range(over.n2):
         for i1 in range(over.n1):
             xq = x + i2 * over.x2 + i1 * over.x1
             wq = w + i2 * over.w2 + i1 * over.w1
-            if fetching:
+            if kind == FETCHING:
                 next = over.next + i1 * over.next1
             if over.ahead != 0:
                 prefetch_row(xq + over.ahead)
             for i0 in range(n0):
-                tile_step(lo, hi, vectors, acc, xq, xp, wq, wv)
-                if fetching:
+                tile_step(lo, hi, vectors, acc, xq, xp, wq, wv, kind == CUT)
+                if kind == FETCHING:
                     prefetch(next)
                     next += next_step
                 xq += x0
                 wq += w0
-    tile_end(lo, hi, vectors, acc, ends.out, ends.out_p, ends.out_v, ends.add, ends.relu, ends.past)
 
 
-cdef inline void run_panel(int lo, int hi, int vectors, const Ends* ends, const float* x, Py_ssize_t xp,
-                           const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
-    """`accumulate` with run-time lo, hi and xp. What asks for later reads begins at pixel 0, with a constant xp."""
-    if over.next != NULL and xp == b:
-        for_width(accumulate, hi, vectors, b, True, ends, x, w, wv, over)
-    elif over.next != NULL and xp == 1:
-        for_width(accumulate, hi, vectors, 1, True, ends, x, w, wv, over)
-    elif xp == b:
-        for_range(accumulate, lo, hi, vectors, b, False, ends, x, w, wv, over)
-    elif xp == 1:
-        for_range(accumulate, lo, hi, vectors, 1, False, ends, x, w, wv, over)
+cdef inline void accumulate(int width, int vectors, Py_ssize_t xp, Kind kind, const Ends* ends, const float* x,
+                            const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
+    """A register tile from its start to its end."""
+    cdef vec acc[VECTORS * TILE]
+    cdef const Segment* part
+    cdef int s
+    tile_begin(width, vectors, acc, ends.start, ends.start_p, ends.start_v)
+    if kind == CUT:
+        for s in range(over.n_segments):
+            part = over.segments + s
+            for_range(sum_range, width, part.lo, min(part.hi, width), vectors, xp, kind, acc, x + part.x, w + part.w,
+                      wv, part.steps, over)
     else:
-        for_range(accumulate, lo, hi, vectors, xp, False, ends, x, w, wv, over)
+        sum_range(0, width, vectors, xp, kind, acc, x, w, wv, over.n0, over)
+    tile_end(width, vectors, acc, ends.out, ends.out_p, ends.out_v, ends.add, ends.relu, ends.past)
 
 
-cdef void run(int lo, int hi, const Ends* ends, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
+cdef inline void run_panel(int width, int vectors, const Ends* ends, const float* x, Py_ssize_t xp,
+                           const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
+    """`accumulate` with run-time width and xp. What asks for later reads has a constant xp."""
+    cdef Segment all
+    cdef Reduction one
+    if over.segments != NULL and xp == b:
+        for_width(accumulate, width, vectors, b, CUT, ends, x, w, wv, over)
+    elif over.segments != NULL or xp != 1 and xp != b:
+        if over.segments == NULL:
+            all = Segment(lo=0, hi=width, steps=over.n0, x=0, w=0)
+            one = over[0]
+            one.segments, one.n_segments = &all, 1
+            over = &one
+        for_width(accumulate, width, vectors, xp, CUT, ends, x, w, wv, over)
+    elif over.next != NULL and xp == b:
+        for_width(accumulate, width, vectors, b, FETCHING, ends, x, w, wv, over)
+    elif over.next != NULL:
+        for_width(accumulate, width, vectors, 1, FETCHING, ends, x, w, wv, over)
+    elif xp == b:
+        for_width(accumulate, width, vectors, b, WHOLE, ends, x, w, wv, over)
+    else:
+        for_width(accumulate, width, vectors, 1, WHOLE, ends, x, w, wv, over)
+
+
+cdef void run(int width, const Ends* ends, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
               const Reduction* over, Py_ssize_t vectors) noexcept nogil:
     """One register tile of `vectors` vectors: out = (out +)? (start + the sum), relu'd if asked for."""
     if vectors == VECTORS:
-        run_panel(lo, hi, VECTORS, ends, x, xp, w, wv, over)
+        run_panel(width, VECTORS, ends, x, xp, w, wv, over)
     elif vectors == 1:
-        run_panel(lo, hi, 1, ends, x, xp, w, wv, over)
+        run_panel(width, 1, ends, x, xp, w, wv, over)
     elif VECTORS > 2 and vectors == 2:
-        run_panel(lo, hi, 2, ends, x, xp, w, wv, over)
+        run_panel(width, 2, ends, x, xp, w, wv, over)
     elif VECTORS > 3 and vectors == 3:
-        run_panel(lo, hi, 3, ends, x, xp, w, wv, over)
+        run_panel(width, 3, ends, x, xp, w, wv, over)
 
 
 cdef inline Reduction one_loop(Py_ssize_t steps, Py_ssize_t x0, Py_ssize_t w0) noexcept nogil:
     """The sum over `steps` places that lie x0 floats apart in x and w0 in w; nothing is asked for."""
-    return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, ahead=0, next=NULL, next_step=0,
-                     next1=0)
+    return Reduction(n0=steps, x0=x0, w0=w0, n1=1, x1=0, w1=0, n2=1, x2=0, w2=0, segments=NULL, n_segments=0,
+                     ahead=0, next=NULL, next_step=0, next1=0)
 
 
 cdef inline Py_ssize_t panels_of(Py_ssize_t vectors) noexcept nogil:

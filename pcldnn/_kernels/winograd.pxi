@@ -135,15 +135,15 @@ cdef void product_tiles(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py
     cdef float* m = g.m + point * g.m_point + (k - group) * g.m_block
     cdef Ends ends = Ends(start=NULL, start_p=0, start_v=0, out=NULL, out_p=g.m_tile, out_v=g.m_block, add=c0 > 0,
                           relu=False, past=False)
-    cdef Reduction over = Reduction(n0=b, x0=1, w0=b, n1=c1 - c0, x1=g.v_block, w1=b * b, n2=1, x2=0, w2=0, ahead=0,
-                                    next=NULL, next_step=0, next1=0)
+    cdef Reduction over = one_loop(b, 1, b)
+    over.n1, over.x1, over.w1 = c1 - c0, g.v_block, b * b
     ahead.calls = parts
     for i in range(parts):
         t = lo + tile_start(hi - lo, parts, i)
         width = <int>(lo + tile_start(hi - lo, parts, i + 1) - t)
         fetch_part(ahead, i, &over)
         ends.out = m + t * g.m_tile
-        run(0, width, &ends, v + t * g.v_tile, g.v_tile, u, channels * b, &over, vectors)
+        run(width, &ends, v + t * g.v_tile, g.v_tile, u, channels * b, &over, vectors)
 
 
 cdef inline Ahead filters_after(Winograd* g, int point, Py_ssize_t c0, Py_ssize_t c1, Py_ssize_t k, Py_ssize_t k0,

@@ -41,7 +41,7 @@ cdef void gradient_products(Winograd* g, int point, Py_ssize_t k, Py_ssize_t lo,
         width = <int>(tile_start(channels, parts, i + 1) - c)
         over.next = v + c + width + TILE - 1          # the next channels of the same tiles
         ends.out = du + c * b
-        run(0, width, &ends, v + c, 1, d, g.m_block, &over, vectors)
+        run(width, &ends, v + c, 1, d, g.m_block, &over, vectors)
 
 
 cdef void multiply_gradients(Winograd* g, Batch* batch, bint first, int point, Py_ssize_t k0,
