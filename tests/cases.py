@@ -168,6 +168,7 @@ POOLINGS = [
     Pooling("odd", 2, 5, (7, 9), (2, 2), (2, 2)),
     Pooling("odd-ceil", 2, 5, (7, 9), (2, 2), (2, 2), ceil=True),
     Pooling("overlapping", 2, 17, (9, 8), (3, 3), (1, 1), (1, 1)),
+    Pooling("overlapping-wide", 1, 17, (20, 100), (5, 3), (1, 2), (2, 1)),
     Pooling("gaps", 1, 4, (11, 13), (2, 2), (3, 4)),
     Pooling("gaps-unlike", 1, 4, (11, 13), (2, 2), (2, 3)),
     Pooling("rectangular", 2, 10, (8, 11), (3, 2), (2, 1), (1, 0)),

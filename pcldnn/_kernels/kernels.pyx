@@ -15,7 +15,7 @@ d. Shape letters: N images of this rank, C in channels, K out channels, CB, KB t
 
 from cython.parallel cimport prange
 from cython.view cimport array
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from pcldnn._kernels import checks

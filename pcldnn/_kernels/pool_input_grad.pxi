@@ -26,6 +26,7 @@ cdef extern from "simd_math.h" nogil:
 
 cdef enum:
     SUM_RUN = 16         # windows whose gradients are added in float32 [vectors]
+    BAND = 4096          # of a band whose rows are short: a third of L1, so that rows seldom move in it [elements]
 
 
 cdef inline void give(float* dx, vec grad, bint add, bint past) noexcept nogil:
@@ -145,29 +146,40 @@ cdef inline void apart_grad(Pool pool, const float* x, const float* dy, float* d
     clear_rest(pool, dx, cleared)
 
 
-cdef inline void leave_band(const float* band, float* dx, Py_ssize_t count, bint past) noexcept nogil:
-    """Vectors of a band to dx."""
+cdef inline Py_ssize_t band_rows(Pool pool) noexcept nogil:
+    """Rows of dx that a band has room for: those of a window, more where rows are short."""
+    return max(min(pool.kh, pool.h), min(pool.h, BAND // (pool.w * b)))
+
+
+cdef inline void leave_band(float* band, float* dx, Py_ssize_t count, bint past) noexcept nogil:
+    """Vectors of a band to dx; zeros are left."""
     cdef Py_ssize_t i
     for i in range(count):
         put(dx + i * b, load(band + i * b), past)
+        store(band + i * b, zero())
 
 
 cdef inline void overlapping_grad(Pool pool, const float* x, const float* dy, float* dx, double* sums, float* band,
                                   bint maximum, bint past) noexcept nogil:
-    """dx of one plane whose windows overlap. The band holds its rows first .. first + held - 1."""
-    cdef Py_ssize_t p, done, first = 0, held = 0, row = pool.w * b
+    """dx of one plane whose windows overlap.
+
+    The band holds rows first .. first + held - 1 of dx, from its row `at` on, and zeros.
+    """
+    cdef Py_ssize_t p, done, first = 0, held = 0, at = 0, row = pool.w * b, rows = band_rows(pool)
     cdef Window window
     for p in range(pool.p):
         window = window_of(pool, p, 0)
         done = min(window.h0 - first, held)
-        leave_band(band, dx + first * row, done * pool.w, past)
+        leave_band(band + at * row, dx + first * row, done * pool.w, past)
         memset(dx + (first + done) * row, 0, (window.h0 - first - done) * row * sizeof(float))
-        memmove(band, band + done * row, (held - done) * row * sizeof(float))
-        first, held = window.h0, held - done
-        memset(band + held * row, 0, (window.h1 - first - held) * row * sizeof(float))
+        first, held, at = window.h0, held - done, at + done
+        if at + window.h1 - first > rows:
+            memmove(band, band + at * row, held * row * sizeof(float))
+            memset(band + max(held, at) * row, 0, (at + held - max(held, at)) * row * sizeof(float))
+            at = 0
         held = window.h1 - first
-        row_grad(pool, x, dy, band, sums, p, maximum, True, False)
-    leave_band(band, dx + first * row, held * pool.w, past)
+        row_grad(pool, x, dy, band + at * row, sums, p, maximum, True, False)
+    leave_band(band + at * row, dx + first * row, held * pool.w, past)
     clear_rest(pool, dx, first + held)
 
 
@@ -196,11 +208,11 @@ cdef int planes_grad(Pool pool, const float* x, const float* dy, float* dx, doub
                      Py_ssize_t planes, int num_threads) except -1:
     """dx of all planes; x is NULL for averages, sums where nobody wants them."""
     cdef Py_ssize_t job, image = pool.h * pool.w * b, output = pool.p * pool.q * b
-    cdef Py_ssize_t size = min(pool.kh, pool.h) * pool.w * b
+    cdef Py_ssize_t size = band_rows(pool) * pool.w * b
     cdef bint past = goes_past(dx, planes * image)
     cdef float* bands = NULL
     if windows_overlap(pool):
-        bands = <float*>malloc(num_threads * size * sizeof(float))
+        bands = <float*>calloc(num_threads * size, sizeof(float))
         if bands == NULL:
             raise MemoryError(f"pooling gradient: {num_threads * size * sizeof(float)} bytes for rows of dx")
     for job in prange(planes, nogil=True, num_threads=num_threads, schedule="static"):
