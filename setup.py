@@ -117,7 +117,7 @@ def cythonize_extension(extension):
 
 
 class BuildExtensions(build_ext):
-    """build_ext that first makes sure that OpenMP works, and builds the ISAs side by side."""
+    """build_ext that first makes sure that OpenMP works and which flags are known, and builds the ISAs side by side."""
 
     def build_extensions(self):
         self.check_openmp()
@@ -134,7 +134,7 @@ class BuildExtensions(build_ext):
 
     def takes(self, flag):
         """Whether the compiler knows a flag."""
-        command = [*self.command(), flag, "-x", "c", os.devnull, "-c", "-o", os.devnull]
+        command = [*self.command(), "-Werror", flag, "-x", "c", os.devnull, "-c", "-o", os.devnull]
         return not subprocess.run(command, check=False, capture_output=True, timeout=120).returncode
 
     def check_openmp(self):

@@ -115,7 +115,7 @@ def gradient_shape(shape: ConvShape) -> ConvShape:
     """The convolution of dy that the input gradient is: exactly for stride 1, nearly so for others."""
     rows, cols = ceil(shape.H / shape.stride[0]), ceil(shape.W / shape.stride[1])
     R, S = ceil(shape.R / shape.stride[0]), ceil(shape.S / shape.stride[1])
-    padding = (max((rows - shape.P + R - 1) // 2, 0), max((cols - shape.Q + S - 1) // 2, 0))
+    padding = (max(ceil((rows - shape.P + R - 1) / 2), 0), max(ceil((cols - shape.Q + S - 1) / 2), 0))
     return ConvShape(shape.N, shape.K, shape.P, shape.Q, shape.C, R, S, (1, 1), padding)
 
 
@@ -251,7 +251,7 @@ def _weight_grad_cycles(
     """Modelled cycles of one panel of output vectors and one input channel block over `images` images."""
     vectors, tile = machine.tile
     lanes = shape.lanes or machine.width
-    if lanes < tile:  # tiles take whole filter columns, or lie within one
+    if lanes < tile and not across:  # tiles take whole filter columns, or lie within one
         cuts = [lanes * tap for tap in _cut(shape.S, tile // lanes)]
     else:
         cuts = [lanes * tap + cut for tap in range(shape.S) for cut in _cut(lanes, tile)[:-1]] + [lanes * shape.S]

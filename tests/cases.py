@@ -13,6 +13,8 @@ LAYERS = [
     (Conv2d(3, 5, 3, padding=1), (3, 6, 5)),
     (Conv2d(9, 3, 5, stride=3, padding=1), (9, 10, 11)),
     (Conv2d(17, 10, (1, 2), stride=(2, 1), bias=False), (17, 4, 4)),
+    (Conv2d(3, 5, 3, stride=2, padding=1), (3, 2, 2)),
+    (Conv2d(3, 5, 7, stride=2, padding=3), (3, 1, 9)),
     (Conv2d(2, 3, 3, padding=4), (2, 11, 14)),
     (Conv2d(1, 1, 11, stride=4), (1, 23, 15)),
     (Linear(13, 7), (13,)),

@@ -78,6 +78,19 @@ def test_filters_of_wide_convolutions_stay_in_l1():
         assert solver.conv_input_grad(shape, MACHINES[0]).c_blocks == 1
 
 
+def test_images_no_larger_than_the_stride():
+    """3x3 with stride 2 takes 2x2 pixels to one: the input gradient of that was once blocked by 0 rows."""
+    for kernel, stride, pad, size in product(range(1, 8), range(1, 5), range(5), range(1, 8)):
+        for axis in range(2):
+            sizes, kernels, strides, pads = ([4, 4], [3, 3], [1, 1], [1, 1])
+            sizes[axis], kernels[axis], strides[axis], pads[axis] = size, kernel, stride, pad
+            shape = ConvShape(2, 3, *sizes, 5, *kernels, tuple(strides), tuple(pads))
+            if min(shape.P, shape.Q) > 0:
+                assert min(*solver.conv_input_grad(shape, MACHINES[1])[::2]) > 0
+                gradient = solver.gradient_shape(shape)
+                assert gradient.P >= -(-shape.H // strides[0]) and gradient.Q >= -(-shape.W // strides[1])
+
+
 @pytest.mark.parametrize("shape", [ConvShape(1, 64, 112, 112, 128, 3, 3, (1, 1), (1, 1)),
                                    ConvShape(8, 96, 28, 28, 256, 7, 7, (1, 1), (3, 3))], ids=str)  # fmt: skip
 def test_threads_do_not_change_the_order_of_weight_gradients(shape):

@@ -273,6 +273,7 @@ BLOCKINGS = [
     ((1, False, 1), (1, False, 2), (1, 1, 1, False)),
     ((3, True, 2), (2, True, 1), (2, 3, 2, True)),
     ((100, True, 100), (100, True, 100), (100, 100, 3, False)),
+    ((2, False, 3), (1, True, 3), (2, 1, 1, True)),
 ]
 
 

@@ -160,6 +160,8 @@ def test_shapes_are_checked(target):
         for wrong in (y[:1], y[:, :2], y[:, :, :3], y[:, :, :, :3], np.zeros((2, 3, 5, 5, b), np.float32)):
             with pytest.raises(ValueError, match="y has"):
                 call(x, np.ascontiguousarray(wrong), *window)
+        with pytest.raises(ValueError, match="wanted at least 1"):
+            call(x[:, :, :, :0].copy(), y[:, :, :, :1].copy(), (2, 2), (2, 2), (0, 1))
         for wrong, message in (
             (((0, 2), (2, 2), (0, 0)), "kernel"),
             (((2, 2), (2, 0), (0, 0)), "stride"),

@@ -149,6 +149,8 @@ def pool2d(x, y, kernel, stride, padding, num_threads, names=("x", "y")):
     p, q = y[2], y[3]
     shape(names[1], y, (n, cb, p, q, b))
     for name, out, size, k, s, pad in (("P", p, h, kh, sh, ph), ("Q", q, w, kw, sw, pw)):
+        if size < 1:
+            raise ValueError(f"{names[0]} is {(h, w)} pixels, wanted at least 1 for every window")
         most = (size + pad - 1) // s + 1          # the last window starts inside the image or the left padding
         least = max(1, output_size(size, k, s, pad))
         if not least <= out <= min(most, least + 1):

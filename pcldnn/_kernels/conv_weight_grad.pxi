@@ -7,7 +7,8 @@
 #    Tiles take whole filter columns or lie within one: few tiles are cut off in part, none where lanes fill a vector.
 # c. Rows are taken in bands that stay in cache while all filter rows and positions pass over them.
 # d. Where images are small the innermost sum runs across images (`across_images`): x and dy are copied to (CB, H, W, N,
-#    b) and (KB, P, Q, N, b). A row then is N times as long, and every stream is contiguous again.
+#    b) and (KB, P, Q, N, b). A row then is N times as long, and every stream is contiguous again; tiles lie within one
+#    filter column, whose channels alone are contiguous in x.
 # e. A job owns a block of dweight. Where there are fewer blocks than parallel work needs, `copies` private ones, each
 #    over its share of the images, are added up in a fixed order.
 
@@ -50,6 +51,9 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
     p1 = min(p1, (g.H - 1 + g.pad_h - r) // g.stride_h + 1 if g.H - 1 + g.pad_h >= r else 0)
     if p0 >= p1:
         return
+    over.x0, over.x1, over.x2 = x0, step, g.stride_h * g.x_row
+    over.w0, over.w1, over.w2 = b, g.dy_column, g.dy_row
+    over.n2 = p1 - p0
     x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + column
     dy += p0 * g.dy_row
     q = 0
@@ -61,12 +65,10 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
             if lo1 != lo or hi1 != hi:
                 break
             q1 += 1
-        over.n0, over.x0, over.w0 = images, x0, b
-        over.n1, over.x1, over.w1 = q1 - q, step, g.dy_column
-        over.n2, over.x2, over.w2 = p1 - p0, g.stride_h * g.x_row, g.dy_row
-        if step == images * x0:  # nothing lies between columns: one loop
-            over.n0, over.n1 = images * (q1 - q), 1
         if lo < hi:
+            over.n0, over.n1 = images, q1 - q
+            if step == images * x0:  # nothing lies between columns: one loop
+                over.n0, over.n1 = images * (q1 - q), 1
             out = dw + (j0 + lo) * b
             ends = Ends(start=out, start_p=b, start_v=dw_block, out=out, out_p=b, out_v=dw_block, add=False,
                         relu=False, past=False)

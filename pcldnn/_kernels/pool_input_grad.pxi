@@ -9,7 +9,7 @@
 # d. The gradient of a ReLU whose output was pooled costs nothing here: it is that of the maximum of each window.
 # e. Windows that do not overlap are written to dx as they come; where they tile the rows, only the rest of the rows is
 #    cleared. Windows that overlap add in a band of rows, a thread's own, that stays in its caches; rows that no later
-#    window touches leave it for dx. So dx is only ever written, once, and past the caches when it is large.
+#    window touches leave it for dx, and zeros in it. So dx is written once, and past the caches when it is large.
 # f. Each dy goes to one place or, with the ReLU's gradient, nowhere: so the sums of dx over a plane, of which the bias
 #    gradient of the layer before is made, are sums of what is in registers anyway. Runs of SUM_RUN windows are added in
 #    float32, all beyond in double, as in bias_grad.
@@ -26,7 +26,7 @@ cdef extern from "simd_math.h" nogil:
 
 cdef enum:
     SUM_RUN = 16         # windows whose gradients are added in float32 [vectors]
-    BAND = 4096          # of a band whose rows are short: a third of L1, so that rows seldom move in it [elements]
+    BAND = 4096          # of a band whose rows are short, a third to a half of L1: rows seldom move in it [elements]
 
 
 cdef inline void give(float* dx, vec grad, bint add, bint past) noexcept nogil:

@@ -104,6 +104,7 @@ PCL_INLINE void tile_begin(int width, int vectors, vec *acc, const float *start,
     }
 }
 
+/* One step of the sum; `cut`: of kind CUT, see above. */
 PCL_INLINE void tile_step(int lo, int hi, int vectors, vec *acc, const float *x, long xp, const float *w, long wv,
                           int cut) {
     vec filter[PCL_VECTORS];

@@ -7,8 +7,8 @@
 # c. Width and vectors are compile-time constants (PCL_WIDTHS in simd.h). Where taps fall in the padding, the sum is cut
 #    in `Segment`s in which only pixels lo <= p < hi take part. These are constants too (PCL_RANGES), so such taps cost
 #    nothing, and the accumulators stay in registers from one segment to the next.
-# d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width: the pixels then lie at
-#    fixed offsets from one pointer. Any other distance works, with more registers.
+# d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width (of cut sums only the
+#    latter): the pixels then lie at fixed offsets from one pointer. Any other distance works, with more registers.
 # e. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
 #    registers over filter rows and input channel blocks, or over rows and images. `Ends` says where they come from and
 #    go to. `run` is not inlined: each width is compiled once.
@@ -18,7 +18,7 @@
 cdef enum Kind:
     WHOLE                      # every pixel takes part in every step
     FETCHING                   # likewise, and later reads are asked for
-    CUT                        # the sum is cut in segments
+    CUT                        # the sum is cut in segments, or xp is neither 1 nor b
 
 cdef enum:
     PACK_RUN = 256             # features that a job of pack_samples takes [elements]
@@ -117,7 +117,7 @@ cdef inline void run_panel(int width, int vectors, const Ends* ends, const float
     if over.segments != NULL and xp == b:
         for_width(accumulate, width, vectors, b, CUT, ends, x, w, wv, over)
     elif over.segments != NULL or xp != 1 and xp != b:
-        if over.segments == NULL:
+        if over.segments == NULL:  # as one segment, so that the code for any xp exists once
             all = Segment(lo=0, hi=width, steps=over.n0, x=0, w=0)
             one = over[0]
             one.segments, one.n_segments = &all, 1

@@ -93,7 +93,7 @@ def _ours(row, shape, kernels, threads):
         ids = np.arange(images)
         return lambda: kernels.dropout(x, x, 0.5, 1, 1, 0, ids, channels, threads)
     if name == "relu_bias":
-        dy, dbias = filled(x.shape), np.zeros(x.shape[1] * x.shape[3], np.float32)
+        dy, dbias = aligned_zeros(x.shape), np.zeros(x.shape[1] * x.shape[3], np.float32)
         return lambda: kernels.relu_bias_grad(x, dy, dbias, threads)
     kernel = getattr(kernels, f"{name}_{row.pass_name}")
     if row.pass_name == "input_grad":
