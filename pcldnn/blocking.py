@@ -24,7 +24,8 @@ from pcldnn.machine import Machine
 
 FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
 FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
-# Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, forward, Sapphire Rapids:
+# Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, what forward convolution
+# and sums across images cost, on Sapphire Rapids:
 TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
 SEGMENT_START = 100  # for a range of pixels within a tile, whose loops end where nothing predicts it
 RANGE_START = 20  # likewise in the weight gradient: an indirect jump and loop set-up

@@ -86,8 +86,8 @@ PCL_INLINE void prefetch_row(const float *p) {
     for (int i = 0, p = 0, v = 0; i < PCL_TILE * PCL_VECTORS; i++, p = i / PCL_VECTORS, v = i % PCL_VECTORS) \
         if (lo <= p && p < hi && v < vectors)
 
-/* sum += a * s with the sum where it was. Where the sum is cut in segments gcc 12 otherwise multiplies into other
- * registers and copies back, a third of all instructions; where it is not, it is this that makes it copy. */
+/* sum += a * s with the sum where it was. In the kind CUT (tile.pxi) gcc 12 otherwise multiplies into other registers
+ * and copies back, a third of all instructions; in the others it is this that makes it copy. */
 #if defined(__FMA__)
 #define PCL_ADD_IN_PLACE(sum, a, s) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(s))
 #else
