@@ -20,10 +20,17 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Path("pcldnn/_kernels")
 DEBUG = os.environ.get("PCLDNN_DEBUG", "0") not in ("", "0")
 
-spec = importlib.util.spec_from_file_location("pcldnn_isa", KERNELS / "isa.py")
-isa_table = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = isa_table
-spec.loader.exec_module(isa_table)
+
+def module(name):
+    """A module of pcldnn/_kernels, by its path: the package cannot be imported before it is built."""
+    spec = importlib.util.spec_from_file_location(f"pcldnn_{name}", KERNELS / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+isa_table, tile_x86 = module("isa"), module("tile_x86")
 
 GCC_ONLY = ["-fno-version-loops-for-strides"]  # left out where the compiler does not know them
 
@@ -52,9 +59,9 @@ def optimisation_flags():
     """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted.
 
     Loops begin at cache lines: the register tile's loop of 130 bytes, spread over one line more, is bound by the
-    instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead of 97-100 %). gcc 12 makes a second copy of the
-    register tile for vectors that are neighbours, and then moves sums from register to register in both (AVX2: up to
-    18 moves beside 12 multiply-adds): GCC_ONLY.
+    instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead of 97-100 %). Where the register tile is not in
+    assembler (tile_x86.py), gcc 12 makes a second copy of it for vectors that are neighbours, and then moves sums from
+    register to register in both (up to 18 moves beside 12 multiply-adds): GCC_ONLY.
     """
     if DEBUG:
         return ["-O1", "-g", "-ffp-contract=fast"]
@@ -78,21 +85,31 @@ def isas_to_build():
     return [row for row in rows if row.name in names]
 
 
+def assembled_tiles(row):
+    """The micro-kernel of an ISA in assembler, as a header; its path."""
+    path, text = Path("build/cython", f"kernels_{row.name}", "tile_x86.h"), tile_x86.header(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
 def extensions():
     """Every extension module."""
     built = [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2"])]
     headers = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
     for row in isas_to_build():
+        assembled = [assembled_tiles(row)] if "-mfma" in row.flags and sys.platform == "linux" else []
         built.append(Extension(
             f"pcldnn._kernels.kernels_{row.name}",
             [str(KERNELS / "kernels.pyx")],
-            include_dirs=[str(KERNELS)],
+            include_dirs=[str(KERNELS), *[str(header.parent) for header in assembled]],
             define_macros=[("PCL_WIDTH", str(row.width)), ("PCL_TILE", str(row.tile_pixels)),
-                           ("PCL_VECTORS", str(row.tile_vectors)),
+                           ("PCL_VECTORS", str(row.tile_vectors)), *[("PCL_TILE_X86", "1") for _ in assembled],
                            ("CYTHON_INLINE", "inline __attribute__((always_inline, unused))")],
             extra_compile_args=[*optimisation_flags(), "-fopenmp", "-Wno-unused-function", *row.flags],
             extra_link_args=["-fopenmp"],
-            depends=headers,
+            depends=[*headers, *map(str, assembled)],
         ))
     return built
 

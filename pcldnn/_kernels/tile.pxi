@@ -4,7 +4,7 @@
 #    one broadcast float. Strides decide what it is: p runs over pixels of a row, over images or over samples
 #    (forward, input gradient, fully connected), or over filter taps and input channels (weight gradient).
 # b. The tile is VECTORS vectors x TILE pixels; isa.py chooses both. The vectors of a tile are called a panel.
-# c. Width and vectors are compile-time constants (PCL_WIDTHS in simd.h). Where taps fall in the padding, the sum is cut
+# c. Width and vectors are compile-time constants (PCL_WIDTHS in tile.h). Where taps fall in the padding, the sum is cut
 #    in `Segment`s in which only pixels lo <= p < hi take part. These are constants too (PCL_RANGES), so such taps cost
 #    nothing, and the accumulators stay in registers from one segment to the next.
 # d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width (of cut sums only the
@@ -14,6 +14,8 @@
 #    go to. `run` is not inlined: each width is compiled once.
 # f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
 #    that take as long as their weights take to arrive then do both at once.
+# g. Where there are multiply-adds on x86-64, the sums are computed by functions in assembler (`tile_x86.py`, with the
+#    reason); `accumulate` is for all others, and says what those do.
 
 cdef enum Kind:
     WHOLE                      # every pixel takes part in every step
@@ -24,38 +26,37 @@ cdef enum:
     PACK_RUN = 256             # features that a job of pack_samples takes [elements]
 
 
-cdef struct Segment:           # a part of the sum that pixels lo <= p < hi of a tile have
-    int lo, hi                 # hi may be above the tile's width
-    Py_ssize_t steps           # of the innermost loop
-    Py_ssize_t x, w            # its place in what the tile reads [float]
+cdef extern from "tile.h" nogil:
+    ctypedef struct Segment:       # a part of the sum that pixels lo <= p < hi of a tile have
+        Py_ssize_t lo, hi          # hi may be above the tile's width
+        Py_ssize_t steps           # of the innermost loop
+        Py_ssize_t x, w            # its place in what the tile reads [float]
 
+    ctypedef struct Reduction:
+        Py_ssize_t n0, x0, w0      # innermost loop: steps, and what x and w advance each step [float]
+        Py_ssize_t n1, x1, w1      # the loop around it
+        Py_ssize_t n2, x2, w2      # the outermost one
+        Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
+        const float* next          # what a later call reads, asked for a bit at every innermost step; NULL: nothing
+        Py_ssize_t next_step, next1    # what it advances each innermost step, and each of the loop around it [float]
+        const Segment* segments    # NULL: one, of all pixels and n0 steps
+        Py_ssize_t n_segments
 
-cdef struct Reduction:
-    Py_ssize_t n0, x0, w0      # innermost loop: steps, and what x and w advance each step [float]
-    Py_ssize_t n1, x1, w1      # the loop around it
-    Py_ssize_t n2, x2, w2      # the outermost one
-    const Segment* segments    # NULL: one, of all pixels and n0 steps
-    int n_segments
-    Py_ssize_t ahead           # distance in x of what the next tile reads, prefetched; 0: nothing is [float]
-    const float* next          # what a later call reads, asked for a bit at every innermost step; NULL: nothing
-    Py_ssize_t next_step, next1    # what it advances each innermost step, and each step of the loop around it [float]
+    ctypedef struct Ends:
+        const float* start         # where the sums begin; NULL: at zero
+        Py_ssize_t start_p, start_v    # its distances between pixels and vectors [float]; start_p of a bias is 0
+        float* out                 # where they are stored
+        Py_ssize_t out_p, out_v
+        Py_ssize_t add, relu       # whether they are added to what is there; whether max(., 0) is taken
+        Py_ssize_t past            # whether they are written past the caches (`goes_past`); the caller fences
 
-
-cdef struct Ends:
-    const float* start         # where the sums begin; NULL: at zero
-    Py_ssize_t start_p, start_v    # its distances between pixels and between vectors [float]; start_p of a bias is 0
-    float* out                 # where they are stored
-    Py_ssize_t out_p, out_v
-    bint add, relu             # whether they are added to what is there; whether max(., 0) is taken
-    bint past                  # whether they are written past the caches (`goes_past`); the caller fences
-
-
-cdef extern from "simd.h" nogil:
+    const bint ASSEMBLED "PCL_ASSEMBLED"
+    void assembled_tile(int kind, int width, int vectors, const Ends* ends, const float* x, Py_ssize_t xp,
+                        const float* w, Py_ssize_t wv, const Reduction* over)
     void prefetch_row(const float* p)
     void prefetch(const float* p)
     void tile_begin(int width, int vectors, vec* acc, const float* start, Py_ssize_t p, Py_ssize_t v)
-    void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
-                   bint cut)
+    void tile_step(int lo, int hi, int vectors, vec* acc, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv)
     void tile_end(int width, int vectors, vec* acc, float* out, Py_ssize_t p, Py_ssize_t v, bint add, bint relu,
                   bint past)
     void for_range "PCL_RANGES"(void (*f)(int, int, int, Py_ssize_t, Kind, vec*, const float*, const float*,
@@ -84,7 +85,7 @@ cdef inline void sum_range(int lo, int hi, int vectors, Py_ssize_t xp, Kind kind
             if over.ahead != 0:
                 prefetch_row(xq + over.ahead)
             for i0 in range(n0):
-                tile_step(lo, hi, vectors, acc, xq, xp, wq, wv, kind == CUT)
+                tile_step(lo, hi, vectors, acc, xq, xp, wq, wv)
                 if kind == FETCHING:
                     prefetch(next)
                     next += next_step
@@ -102,8 +103,8 @@ cdef inline void accumulate(int width, int vectors, Py_ssize_t xp, Kind kind, co
     if kind == CUT:
         for s in range(over.n_segments):
             part = over.segments + s
-            for_range(sum_range, width, part.lo, min(part.hi, width), vectors, xp, kind, acc, x + part.x, w + part.w,
-                      wv, part.steps, over)
+            for_range(sum_range, width, <int>part.lo, <int>min(part.hi, width), vectors, xp, kind, acc, x + part.x,
+                      w + part.w, wv, part.steps, over)
     else:
         sum_range(0, width, vectors, xp, kind, acc, x, w, wv, over.n0, over)
     tile_end(width, vectors, acc, ends.out, ends.out_p, ends.out_v, ends.add, ends.relu, ends.past)
@@ -112,16 +113,9 @@ cdef inline void accumulate(int width, int vectors, Py_ssize_t xp, Kind kind, co
 cdef inline void run_panel(int width, int vectors, const Ends* ends, const float* x, Py_ssize_t xp,
                            const float* w, Py_ssize_t wv, const Reduction* over) noexcept nogil:
     """`accumulate` with run-time width and xp. What asks for later reads has a constant xp."""
-    cdef Segment all
-    cdef Reduction one
     if over.segments != NULL and xp == b:
         for_width(accumulate, width, vectors, b, CUT, ends, x, w, wv, over)
-    elif over.segments != NULL or xp != 1 and xp != b:
-        if over.segments == NULL:  # as one segment, so that the code for any xp exists once
-            all = Segment(lo=0, hi=width, steps=over.n0, x=0, w=0)
-            one = over[0]
-            one.segments, one.n_segments = &all, 1
-            over = &one
+    elif over.segments != NULL:
         for_width(accumulate, width, vectors, xp, CUT, ends, x, w, wv, over)
     elif over.next != NULL and xp == b:
         for_width(accumulate, width, vectors, b, FETCHING, ends, x, w, wv, over)
@@ -133,10 +127,29 @@ cdef inline void run_panel(int width, int vectors, const Ends* ends, const float
         for_width(accumulate, width, vectors, 1, WHOLE, ends, x, w, wv, over)
 
 
+cdef inline int assembled_kind(Py_ssize_t xp, const Reduction* over) noexcept nogil:
+    """The number among the `kinds` of tile_x86.py."""
+    if over.segments != NULL:
+        return 8 if xp == 1 else 9 if xp == b else 10
+    return 4 * (xp == b) + 2 * (over.next != NULL) + (over.w0 == b)
+
+
 cdef void run(int width, const Ends* ends, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
               const Reduction* over, Py_ssize_t vectors) noexcept nogil:
-    """One register tile of `vectors` vectors: out = (out +)? (start + the sum), relu'd if asked for."""
-    if vectors == VECTORS:
+    """One register tile of `vectors` vectors: out = (out +)? (start + the sum), relu'd if asked for.
+
+    Where sums are cut, w0 is b; where xp is neither 1 nor b, x0 is 1.
+    """
+    cdef Segment all
+    cdef Reduction one
+    if over.segments == NULL and xp != 1 and xp != b:  # as one segment, so that the code for any xp exists once
+        all = Segment(lo=0, hi=width, steps=over.n0, x=0, w=0)
+        one = over[0]
+        one.segments, one.n_segments = &all, 1
+        over = &one
+    if ASSEMBLED:
+        assembled_tile(assembled_kind(xp, over), width, <int>vectors, ends, x, xp, w, wv, over)
+    elif vectors == VECTORS:
         run_panel(width, VECTORS, ends, x, xp, w, wv, over)
     elif vectors == 1:
         run_panel(width, 1, ends, x, xp, w, wv, over)
