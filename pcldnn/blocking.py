@@ -22,22 +22,24 @@ from typing import NamedTuple
 from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
-FMA_LATENCY = 4  # [cycle]; Zen 2 to 4 and Skylake on
+FMA_LATENCY = 4.7  # [cycle]; 4, of Zen 2 to 4 and Skylake on, and what 8 chains lose of which none may ever wait
 FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
-# Costs in cycles, fitted to measurements of VGG-A's layers at 224x224 and 32x32 on Zen 3 and, what forward convolution
-# and sums across images cost, on Sapphire Rapids:
-TILE_START = 50  # to start and end a register tile: table look-ups, accumulators to and from L1
-SEGMENT_START = 100  # for a range of pixels within a tile, whose loops end where nothing predicts it
-RANGE_START = 20  # likewise in the weight gradient: an indirect jump and loop set-up
-LINE_IN_ROW = 3  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
-LINE_ACROSS = 2  # for a line of y when the pixels of a tile lie in different images
+# Costs in cycles, of forward convolution fitted to measurements of VGG-A's and OverFeat's layers with AVX-512 and with
+# AVX2 on Sapphire Rapids (3 % off on average), others on Zen 3 too:
+FORWARD_TILE_START = 40  # to start and end a register tile: table look-ups, accumulators to and from L1 or L2
+TILE_START = 50  # likewise in other passes
+CUT_LOOP = 13  # for an innermost loop over some pixels of a tile
+ACROSS_LOOP = 8  # for one when the pixels of a tile lie in different images
+RANGE_START = 20  # in the weight gradient: an indirect jump and loop set-up
+LINE_IN_ROW = 1  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
+LINE_ACROSS = 4  # for a line of y when the pixels of a tile lie in different images
 LOOP_START = 12  # of the weight gradient's innermost loop: its end is mispredicted, and the next one's reads begin late
 PACK = 2  # to pack one number among those of other images
-COPY = 1  # to copy one number, a vector at a time
+COPY = 4  # to copy one number a vector at a time, and to read it from where it then is
 L2_BYTES = 16  # bytes a cycle from L2 that a kernel gets while it computes
 L3_BYTES = 8  # from L3
-IN_L1 = 0.8  # share of L1 in which filters stay while other data pass: those of 16 channels, 64 outputs and 3x3 taps
-FROM_L2 = 1.3  # cycles of a step whose filters come from L2, for one from L1; more so on cores that others share
+MEMORY_BYTES = 5  # of outputs that are written more than once
+IN_L2 = 0.25  # what computing takes longer when filters and rows fill L2, with the square of their share
 ENOUGH_JOBS = 32  # independent blocks of dweight below which private copies are made: results on 2 and 64 cores agree
 MOST_COPY_BYTES = 32 * 1024**2
 LINE = 64  # [byte]
@@ -138,9 +140,14 @@ def conv_weight_grad(shape: ConvShape, machine: Machine, threads: int = 1) -> We
     images = max(shape.N // copies, 1)
 
     def best(bands, across, threads):
-        most = max(min(in_blocks, panels * in_blocks * copies // (8 * threads), 8), 1)
+        most = max(min(in_blocks, panels * in_blocks * copies // (2 * threads), 8), 1)
         candidates = product(bands, across, sorted({1, ceil(most / 4), ceil(most / 2), most}))
-        return min(candidates, key=lambda c: _weight_grad_cycles(shape, machine, images, *c))
+
+        def cycles(cut):  # of the thread with most jobs
+            jobs = panels * ceil(in_blocks / cut[2]) * copies
+            return _weight_grad_cycles(shape, machine, images, *cut) * ceil(jobs / threads) * threads / jobs
+
+        return min(candidates, key=cycles)
 
     band, across, _ = best(equal_sizes(shape.P), (False, True), 1)
     _, _, c_blocks = best((band,), (across,), threads)
@@ -163,7 +170,7 @@ def equal_sizes(n: int) -> list[int]:
 
 
 def fma_per_cycle(machine: Machine) -> int:
-    """Multiply-adds of whole vectors a cycle, of the cores that costs were fitted on but for direct forward: Zen 3, 4."""
+    """Multiply-adds of whole vectors a cycle, of the cores that costs were fitted on but for forward: Zen 3, 4."""
     return 1 if machine.target == "avx512" else 2
 
 
@@ -198,50 +205,50 @@ def taps_of(outputs: int, taps: int, stride: int, padding: int, inputs: int) -> 
 
 
 def _row_cycles(shape: ConvShape, machine: Machine) -> tuple[float, int]:
-    """(cycles per summed channel and filter row, segments) of one row of tiles along an image row."""
+    """(cycles per summed channel and filter row, segments of cut sums) of one row of tiles along an image row."""
     columns = taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)
-    cuts = _cut(shape.Q, machine.tile[1])
-    total, segments = 0.0, 0
-    for first, last in pairwise(cuts):
+    total, cut = 0.0, 0
+    for first, last in pairwise(_cut(shape.Q, machine.tile[1])):
         spans = [[q for q in range(first, last) if tap in columns[q]] for tap in range(shape.S)]
         total += sum(step_cycles(machine, len(span), FORWARD_FMA_PER_CYCLE) for span in spans if span)
-        segments += 1 + sum(a != b for a, b in pairwise(spans))
-    return total, segments
+        changes = sum(a != b for a, b in pairwise(spans))
+        cut += changes + 1 if changes else 0
+    return total, cut
 
 
 @lru_cache(maxsize=1024)
 def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) -> tuple[float, int, int]:
-    """(cycles per summed channel, register tiles, segments) of one panel of output vectors."""
+    """(cycles per summed channel, register tiles, innermost loops of cut sums per channel block) of a panel."""
     rows = [len(taps) for taps in taps_of(shape.P, shape.R, shape.stride[0], shape.padding[0], shape.H)]
     if not across_images:
-        cycles, segments = _row_cycles(shape, machine)
+        cycles, cut = _row_cycles(shape, machine)
         tiles = shape.N * shape.P * ceil(shape.Q / machine.tile[1])
-        return shape.N * sum(rows) * cycles, tiles, shape.N * shape.P * segments
+        return shape.N * sum(rows) * cycles, tiles, shape.N * sum(rows) * cut
     columns = [len(taps) for taps in taps_of(shape.Q, shape.S, shape.stride[1], shape.padding[1], shape.W)]
     images = max(shape.N, 1)
     per_pixel = tiles_cycles(machine, images, FORWARD_FMA_PER_CYCLE)
-    tiles = shape.P * shape.Q * ceil(images / machine.tile[1])
-    return sum(rows) * sum(columns) * per_pixel, tiles, tiles
+    return sum(rows) * sum(columns) * per_pixel, shape.P * shape.Q * ceil(images / machine.tile[1]), 0
 
 
 def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> float:
-    """Modelled cycles of one panel of output vectors: compute, tile starts, and bytes between caches."""
+    """Modelled cycles of one panel of output vectors: compute, starts of tiles and loops, and bytes between caches."""
     lanes, (vectors, tile) = shape.lanes or machine.width, machine.tile
     in_blocks = ceil(shape.C / lanes)
     c_blocks, across, _ = blocking
     groups = ceil(in_blocks / c_blocks)
-    compute, tiles, segments = _forward_compute(shape, machine, across)
+    compute, tiles, cut_loops = _forward_compute(shape, machine, across)
     inputs = shape.N * in_blocks * lanes * shape.H * shape.W
-    out = FLOAT * shape.N * shape.P * shape.Q * vectors * machine.width
+    outputs = shape.N * shape.P * shape.Q * vectors * machine.width
+    panels = ceil(ceil(shape.K / machine.width) / vectors)
     weights = FLOAT * vectors * machine.width * c_blocks * lanes * shape.R * shape.S
     rows = FLOAT * (tile if across else 1) * c_blocks * lanes * shape.R * shape.W
-    cycles = compute * in_blocks * lanes * (1 if weights <= IN_L1 * machine.l1 else FROM_L2)
-    cycles += groups * (tiles * TILE_START + segments * SEGMENT_START) + out * (2 * groups - 1) / (2 * L2_BYTES)
-    if weights + rows > machine.l2 // 4:
-        cycles += FLOAT * inputs * ceil(shape.R / shape.stride[0]) / L3_BYTES
+    cycles = compute * in_blocks * lanes * (1 + IN_L2 * ((weights + rows) / machine.l2) ** 2)
+    cycles += groups * tiles * FORWARD_TILE_START + cut_loops * in_blocks * CUT_LOOP
+    if groups > 1:
+        cycles += FLOAT * outputs / MEMORY_BYTES
     if across:
-        panels = ceil(ceil(shape.K / machine.width) / vectors)
-        return cycles + out * (2 * groups - 1) / LINE * LINE_ACROSS + PACK * inputs / panels
+        cycles += tiles * in_blocks * shape.R * ACROSS_LOOP + FLOAT * outputs / LINE * LINE_ACROSS
+        return cycles + PACK * inputs / panels
     lines = 1 + min(tile, shape.Q) * shape.stride[1] * lanes * FLOAT / LINE
     return cycles + tiles * in_blocks * shape.R * lines * LINE_IN_ROW
 

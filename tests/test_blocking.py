@@ -70,12 +70,14 @@ def test_sizes_and_tiles_of_large_counts():
     assert len(solver.equal_sizes(10**12)) < 3e6
 
 
-def test_filters_of_wide_convolutions_stay_in_l1():
-    """What was measured to be good: of VGG-A's deep layers one block of channels at a time, 36 KB of filters."""
+def test_filters_of_wide_convolutions_leave_most_of_l2():
+    """What was measured to be good: VGG-A's deep layers in parts of a few hundred KB of filters, others whole."""
     for shape in ((8, 256, 28, 28, 512), (8, 512, 28, 28, 512), (8, 512, 14, 14, 512)):
         shape = ConvShape(*shape, 3, 3, (1, 1), (1, 1))
-        assert solver.conv_forward(shape, MACHINES[0]).c_blocks == 1
-        assert solver.conv_input_grad(shape, MACHINES[0]).c_blocks == 1
+        assert 36 < solver.conv_forward(shape, MACHINES[0]).c_blocks * 36 <= 300
+        assert 36 < solver.conv_input_grad(shape, MACHINES[0]).c_blocks * 36 <= 300
+    for shape in ((8, 64, 112, 112, 128), (8, 128, 56, 56, 256)):
+        assert solver.conv_forward(ConvShape(*shape, 3, 3, (1, 1), (1, 1)), MACHINES[0]).c_blocks * 16 == shape[1]
 
 
 def test_images_no_larger_than_the_stride():
