@@ -58,13 +58,13 @@ runtime (Debian/Ubuntu: libomp-dev), or choose another compiler: CC=gcc pip inst
 def optimisation_flags():
     """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted.
 
-    Loops begin at cache lines: the register tile's loop of 130 bytes, spread over one line more, is bound by the
-    instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead of 97-100 %). Where the register tile is not in
-    assembler (tile_x86.py), gcc 12 makes a second copy of it for vectors that are neighbours, and then moves sums from
-    register to register in both (up to 18 moves beside 12 multiply-adds): GCC_ONLY.
+    Two are for the register tile where it is not in assembler (tile_x86.py). Loops begin at cache lines: its loop of 130
+    bytes, spread over one line more, is bound by the instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead
+    of 97-100 %). gcc 12 makes a second copy of it for vectors that are neighbours, and then moves sums from register to
+    register in both (up to 18 moves beside 12 multiply-adds): GCC_ONLY.
     """
     if DEBUG:
-        return ["-O1", "-g", "-ffp-contract=fast"]
+        return ["-O1", "-g", "-ffp-contract=fast", "-fexpensive-optimizations"]  # the last for gcc to fuse multiply-adds
     return ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-falign-loops=64",
             *GCC_ONLY]
 
@@ -85,13 +85,23 @@ def isas_to_build():
     return [row for row in rows if row.name in names]
 
 
-def assembled_tiles(row):
-    """The micro-kernel of an ISA in assembler, as a header; its path."""
-    path, text = Path("build/cython", f"kernels_{row.name}", "tile_x86.h"), tile_x86.header(row)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def folder_of(name):
+    """Where the C file and the headers of an extension module are made."""
+    return Path("build/cython", name + ("-debug" if DEBUG else ""))
+
+
+def write_if_new(path, text):
+    """A file that other things depend on keeps its time of change when it stays as it is."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    return path
+
+
+def assembled_tiles(name):
+    """tile_x86.h: the micro-kernel in assembler where there can be one, and builds with bounds checks have C instead."""
+    (row,) = (row for row in isa_table.ISAS if name == f"kernels_{row.name}")
+    if DEBUG or "-mfma" not in row.flags or sys.platform != "linux" or sys.maxsize < 2**32:
+        return "#define PCL_ASSEMBLED 0\n"
+    return tile_x86.header(row)
 
 
 def extensions():
@@ -99,17 +109,17 @@ def extensions():
     built = [Extension("pcldnn._kernels.cpu", [str(KERNELS / "cpu.pyx")], extra_compile_args=["-O2"])]
     headers = [str(path) for path in sorted(KERNELS.glob("*.pxi")) + sorted(KERNELS.glob("*.h"))]
     for row in isas_to_build():
-        assembled = [assembled_tiles(row)] if "-mfma" in row.flags and sys.platform == "linux" else []
+        folder = folder_of(f"kernels_{row.name}")
         built.append(Extension(
             f"pcldnn._kernels.kernels_{row.name}",
             [str(KERNELS / "kernels.pyx")],
-            include_dirs=[str(KERNELS), *[str(header.parent) for header in assembled]],
+            include_dirs=[str(KERNELS), str(folder)],
             define_macros=[("PCL_WIDTH", str(row.width)), ("PCL_TILE", str(row.tile_pixels)),
-                           ("PCL_VECTORS", str(row.tile_vectors)), *[("PCL_TILE_X86", "1") for _ in assembled],
+                           ("PCL_VECTORS", str(row.tile_vectors)),
                            ("CYTHON_INLINE", "inline __attribute__((always_inline, unused))")],
             extra_compile_args=[*optimisation_flags(), "-fopenmp", "-Wno-unused-function", *row.flags],
             extra_link_args=["-fopenmp"],
-            depends=[*headers, *map(str, assembled)],
+            depends=[*headers, str(folder / "tile_x86.h")],
         ))
     return built
 
@@ -121,12 +131,12 @@ def cythonize_extension(extension):
     flags are noted in a file that the module depends on, so that a build with other flags makes new modules.
     """
     name = extension.name.rpartition(".")[2]
-    folder = Path("build/cython", name + ("-debug" if DEBUG else ""))
+    folder = folder_of(name)
     folder.mkdir(parents=True, exist_ok=True)
-    flags = repr((extension.define_macros, extension.extra_compile_args, extension.extra_link_args))
+    if name.startswith("kernels_"):
+        write_if_new(folder / "tile_x86.h", assembled_tiles(name))
     note = Path("build/cython", f"{name}.flags")
-    if not note.exists() or note.read_text() != flags:
-        note.write_text(flags)
+    write_if_new(note, repr((extension.define_macros, extension.extra_compile_args, extension.extra_link_args)))
     (made,) = cythonize([copy.deepcopy(extension)], build_dir=str(folder),
                         compiler_directives={"boundscheck": DEBUG, "embedsignature": True})
     extension.sources = made.sources

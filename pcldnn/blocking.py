@@ -3,8 +3,8 @@
 Two things are solved here, by trying every candidate, as Das et al. 2016 do:
 
 - `conv_forward`, `conv_input_grad`, `conv_weight_grad` choose what the kernels take as `blocking`, by a model of the
-  cycles of one core: multiply-adds in register tiles of unequal fill, with filters from L1 or from L2, the fixed cost
-  of starting a tile, and the bytes that pass between L2 and L1.
+  cycles of one core: multiply-adds in register tiles of unequal fill, the share of L2 that filters take, the fixed
+  costs of tiles and loops, and the bytes that pass between caches and to memory.
 - `linear` and `linear_input_grad` do so for the three passes of a fully connected layer.
 
 Winograd convolution has `winograd_blocking.py`. What a solution costs in bytes per flop, and the paper's own search,
@@ -22,7 +22,8 @@ from typing import NamedTuple
 from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
-FMA_LATENCY = 4.7  # [cycle]; 4, of Zen 2 to 4 and Skylake on, and what 8 chains lose of which none may ever wait
+FMA_LATENCY = 4.7  # [cycle]; 4, of Zen 2 to 4 and Skylake on, and what is lost where no chain may ever wait: of 8 chains
+# that two a cycle would just saturate, 15 % (measured with AVX2)
 FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
 # Costs in cycles, of forward convolution fitted to measurements of VGG-A's and OverFeat's layers with AVX-512 and with
 # AVX2 on Sapphire Rapids (3 % off on average), others on Zen 3 too:
@@ -231,7 +232,10 @@ def _forward_compute(shape: ConvShape, machine: Machine, across_images: bool) ->
 
 
 def _forward_cycles(shape: ConvShape, machine: Machine, blocking: ConvBlocking) -> float:
-    """Modelled cycles of one panel of output vectors: compute, starts of tiles and loops, and bytes between caches."""
+    """Modelled cycles of one panel of output vectors: compute, starts of tiles and loops, and outputs written again.
+
+    Outputs count alike whether they fit the caches (and are cheaper) or not: the order of sums may not depend on N.
+    """
     lanes, (vectors, tile) = shape.lanes or machine.width, machine.tile
     in_blocks = ceil(shape.C / lanes)
     c_blocks, across, _ = blocking

@@ -50,7 +50,7 @@ fingerprint() {
     {
         echo "${CC:-} ${CFLAGS:-} ${PCLDNN_DEBUG:-} ${PCLDNN_BUILD_ISAS:-}"
         .venv/bin/python -VV
-        cat setup.py pyproject.toml pcldnn/_kernels/isa.py pcldnn/_kernels/*.{pyx,pxi,h}
+        cat setup.py pyproject.toml pcldnn/_kernels/{isa,tile_x86}.py pcldnn/_kernels/*.{pyx,pxi,h}
     } | cksum
 }
 

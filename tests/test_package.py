@@ -19,6 +19,7 @@ pytest.importorskip("setuptools")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BASELINE = next(row.name for row in ISAS if row.name in _kernels.targets)   # the weakest of this machine
+ASSEMBLED = "avx2" if sys.platform == "linux" and "avx2" in _kernels.targets else None   # its micro-kernel is tile_x86.py's
 SHIPPED = ("pcldnn", "tests", "scripts", "docs", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md",
            "pyproject.toml", "setup.py", "MANIFEST.in")  # fmt: skip
 
@@ -43,11 +44,11 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(sdist, tmp_path_factory):
-    """(wheel, folder that it is installed to): built from the sdist for one ISA, with bounds checks."""
+    """(wheel, folder that it is installed to): built from the sdist for one or two ISAs, with bounds checks."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = ("-m", "pip", "--disable-pip-version-check", "-q")
     done = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sdist, cwd=folder, PCLDNN_DEBUG="1",
-               PCLDNN_BUILD_ISAS=BASELINE)  # fmt: skip
+               PCLDNN_BUILD_ISAS=",".join(filter(None, (BASELINE, ASSEMBLED))))  # fmt: skip
     assert done.returncode == 0, done.stdout
     (wheel,) = folder.glob("*.whl")
     done = run(*pip, "install", "--no-deps", "--target", folder / "site", wheel, cwd=folder)
@@ -66,7 +67,8 @@ def test_sdist_has_every_tracked_file(sdist):
 def test_wheel_has_what_runs_and_no_sources(installed):
     names = zipfile.ZipFile(installed[0]).namelist()
     modules = {name.split(".")[0] for name in names if name.endswith(".so")}
-    assert modules == {"pcldnn/_kernels/cpu", f"pcldnn/_kernels/kernels_{BASELINE}"}
+    targets = filter(None, (BASELINE, ASSEMBLED))
+    assert modules == {"pcldnn/_kernels/cpu", *(f"pcldnn/_kernels/kernels_{target}" for target in targets)}
     assert {"pcldnn/data/digits.npz", "pcldnn/data/digits.README.md"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     stray = [name for name in names if name.endswith((".pyx", ".pxi", ".h", ".c")) or name.split("/")[0] in ("tests", "scripts")]
@@ -82,6 +84,16 @@ def test_installed_wheel_runs_outside_the_checkout(installed, tmp_path):
     assert digits.stdout.startswith(site) and digits.stdout.endswith(" 4000 1000\n"), digits.stdout
     layer = run(REPOSITORY / "docs" / "examples" / "lone_layer.py", cwd=tmp_path, PYTHONPATH=site)
     assert layer.returncode == 0, layer.stdout
+
+
+@pytest.mark.skipif(ASSEMBLED is None, reason="no micro-kernel in assembler here")
+def test_micro_kernels_in_assembler_and_in_c_agree_to_the_bit(installed, tmp_path):
+    """The wheel, built with bounds checks, has the one in C. (Winograd's transforms gcc fuses differently there.)"""
+    program = ("-W", "error", REPOSITORY / "tests" / "tile_bits.py")
+    outputs = [run(*program, cwd=tmp_path, PYTHONPATH=str(path), PCLDNN_ISA=ASSEMBLED, PCLDNN_CONV="direct")
+               for path in (REPOSITORY, installed[1])]  # fmt: skip
+    assert all(len(output.stdout.strip()) == 64 for output in outputs), outputs
+    assert outputs[0].stdout == outputs[1].stdout
 
 
 @pytest.mark.parametrize("value", ["avx1024", "neon" if BASELINE != "neon" else "avx2"])

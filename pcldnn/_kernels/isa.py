@@ -1,7 +1,8 @@
 """The table of instruction sets that pcldnn is compiled for.
 
 One row an ISA: everything that setup.py, the dispatcher and the blocking solver need to know about it. A new ISA
-is a new row here and, where the compiler's generic vectors do not suffice, an ``#if`` in ``simd.h``.
+is a new row here and, where the compiler's generic vectors do not suffice, an ``#if`` in ``simd.h``. Rows of x86-64 with
+FMA get the micro-kernel of ``tile_x86.py`` as well, which knows vectors of 8 lanes as AVX2's and of 16 as AVX-512's.
 
 setup.py runs this file by its path, before anything is built, so it imports nothing but the standard library.
 """

@@ -4,25 +4,27 @@
 #ifndef PCL_TILE_H
 #define PCL_TILE_H
 
+#include <stddef.h>
+
 #include "simd.h"
 
 typedef struct {
-    long lo, hi, steps, x, w;
+    ptrdiff_t lo, hi, steps, x, w;
 } Segment;
 
 typedef struct {
-    long n0, x0, w0, n1, x1, w1, n2, x2, w2, ahead;
+    ptrdiff_t n0, x0, w0, n1, x1, w1, n2, x2, w2, ahead;
     const float *next;
-    long next_step, next1;
+    ptrdiff_t next_step, next1;
     const Segment *segments;
-    long n_segments;
+    ptrdiff_t n_segments;
 } Reduction;
 
 typedef struct {
     const float *start;
-    long start_p, start_v;
+    ptrdiff_t start_p, start_v;
     float *out;
-    long out_p, out_v, add, relu, past;
+    ptrdiff_t out_p, out_v, add, relu, past;
 } Ends;
 
 /* The parts of the micro-kernel (tile.pxi), over `vectors` vectors and the pixels lo <= p < hi of a register tile. Here
@@ -69,7 +71,7 @@ PCL_INLINE void tile_end(int width, int vectors, vec *acc, float *out, long op, 
  * width, lo, hi, ...) calls f(lo, hi, ...) likewise, 0 <= lo < hi <= width, so that the always-inlined f keeps its
  * accumulators in registers whatever part of the tile takes part. */
 #if PCL_TILE != 6 || PCL_VECTORS > 4
-#error "no table for this register tile: change PCL_RANGES, and `run` in tile.pxi"
+#error "no table for this register tile: change PCL_RANGES, `run` in tile.pxi and, for x86-64, `pixel` in tile_x86.py"
 #endif
 #define PCL_WIDTH_CASE(f, width, ...) case width: f(width, __VA_ARGS__); break;
 #define PCL_WIDTHS(f, width, ...) \
@@ -89,18 +91,11 @@ PCL_INLINE void tile_end(int width, int vectors, vec *acc, float *out, long op, 
         PCL_CASE(f, w, 4, 5, __VA_ARGS__) PCL_CASE(f, w, 4, 6, __VA_ARGS__) PCL_CASE(f, w, 5, 6, __VA_ARGS__) \
     }
 
-/* One register tile; kind: its number among the `kinds` of tile_x86.py. */
-#ifdef PCL_TILE_X86
-#define PCL_ASSEMBLED 1
+/* PCL_ASSEMBLED and, where that is 1, `assembled_tile`: one register tile; kind: its number among tile_x86.py's. */
 #include "tile_x86.h"
-#else
-#define PCL_ASSEMBLED 0
+#if !PCL_ASSEMBLED
+PCL_INLINE void assembled_tile(int kind, int width, int vectors, const Ends *ends, const float *x, ptrdiff_t xp,
+                               const float *w, ptrdiff_t wv, const Reduction *over) {}
 #endif
-PCL_INLINE void assembled_tile(int kind, int width, int vectors, const Ends *ends, const float *x, long xp,
-                               const float *w, long wv, const Reduction *over) {
-#if PCL_ASSEMBLED
-    tile_functions[(kind * PCL_VECTORS + vectors - 1) * PCL_TILE + width - 1](ends, over, x, w, wv, xp);
-#endif
-}
 
 #endif

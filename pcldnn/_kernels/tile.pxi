@@ -7,15 +7,15 @@
 # c. Width and vectors are compile-time constants (PCL_WIDTHS in tile.h). Where taps fall in the padding, the sum is cut
 #    in `Segment`s in which only pixels lo <= p < hi take part. These are constants too (PCL_RANGES), so such taps cost
 #    nothing, and the accumulators stay in registers from one segment to the next.
-# d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width (of cut sums only the
-#    latter): the pixels then lie at fixed offsets from one pointer. Any other distance works, with more registers.
+# d. The distance between pixels, xp, is a constant as well where it is 1 or the SIMD width (in C, of cut sums
+#    only the latter): the pixels then lie at fixed offsets from one pointer. Any other works, with more registers.
 # e. The sum runs over three nested loops inside the micro-kernel (a batch-reduce product), so that accumulators stay in
 #    registers over filter rows and input channel blocks, or over rows and images. `Ends` says where they come from and
 #    go to. `run` is not inlined: each width is compiled once.
 # f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
 #    that take as long as their weights take to arrive then do both at once.
-# g. Where there are multiply-adds on x86-64, the sums are computed by functions in assembler (`tile_x86.py`, with the
-#    reason); `accumulate` is for all others, and says what those do.
+# g. On x86-64 Linux with multiply-adds the sums are computed by functions in assembler (`tile_x86.py`, with the reason);
+#    `accumulate` is for all others, and says what those do.
 
 cdef enum Kind:
     WHOLE                      # every pixel takes part in every step
@@ -28,7 +28,7 @@ cdef enum:
 
 cdef extern from "tile.h" nogil:
     ctypedef struct Segment:       # a part of the sum that pixels lo <= p < hi of a tile have
-        Py_ssize_t lo, hi          # hi may be above the tile's width
+        Py_ssize_t lo, hi          # lo < the tile's width; hi may be above it
         Py_ssize_t steps           # of the innermost loop
         Py_ssize_t x, w            # its place in what the tile reads [float]
 

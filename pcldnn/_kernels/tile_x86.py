@@ -155,7 +155,7 @@ def nest(r, pixels, vectors, kind):
         sub ${UNROLL}, %rbp
         jge 6b
     7:  add ${UNROLL}, %rbp
-        je 8f
+        jle 8f
     7:  {steps(r, pixels, vectors, kind, 1)}
         dec %rbp
         jne 7b
@@ -178,7 +178,7 @@ def nest(r, pixels, vectors, kind):
 
 def cut_nests(r, width, vectors, kind, name):
     """The loops for one segment after another: a jump to those for its pixels."""
-    ranges = list(combinations(range(width + 1), 2))
+    label, ranges = f".L{name}", list(combinations(range(width + 1), 2))
     entries = [(i // 8, i % 8) for i in range(8 * width)]
     return f"""
         mov %rdx, {slot["x"]}
@@ -199,20 +199,20 @@ def cut_nests(r, width, vectors, kind, name):
         cmovg %rbp, %rbx
         mov {segment["lo"]}, %rbp
         lea (%rbx,%rbp,8), %rbp
-        lea {name}_table(%rip), %rax
+        lea {label}_table(%rip), %rax
         movslq (%rax,%rbp,4), %rbp
         add %rbp, %rax
         notrack jmp *%rax
-        {lines(f"{name}_{lo}_{hi}: {nest(r, range(lo, hi), vectors, kind)} jmp {name}_next" for lo, hi in ranges)}
-    {name}_next:
+        {lines(f"{label}_{lo}_{hi}: {nest(r, range(lo, hi), vectors, kind)} jmp {label}_next" for lo, hi in ranges)}
+    {label}_next:
         addq ${8 * len(SEGMENT)}, {slot["segment"]}
         decq {slot["left"]}
         jne 2b
-        .section .rodata
+        .pushsection .rodata
         .p2align 2
-    {name}_table:
-        {lines(f".long {name}_{f'{e[0]}_{e[1]}' if e in ranges else 'next'} - {name}_table" for e in entries)}
-        .text
+    {label}_table:
+        {lines(f".long {label}_{f'{e[0]}_{e[1]}' if e in ranges else 'next'} - {label}_table" for e in entries)}
+        .popsection
     """
 
 
@@ -226,7 +226,7 @@ def sum_of(r, width, vectors, kind, name):
         jle 9f
         {in_bytes(over["x0"] if kind.xp else "%r9", "%r12")}
         lea (%r12,%r12,2), %r13
-        lea (%r12,%r12,4), %r14
+        {where(not kind.xp, "lea (%r12,%r12,4), %r14")}
         shl $2, %r8
         lea (%r8,%r8,2), %r9
         {where(not kind.near, in_bytes(over["w0"], "%rax"))}
@@ -292,6 +292,10 @@ def end(r, width, vectors):
 def function(r, width, vectors, kind, name):
     """rdi, rsi, rdx, rcx, r8, r9: ends, over, x, w, the distance of vectors, that of pixels (where it may be any)."""
     return f"""
+        .pushsection .text
+        .globl {name}
+        .hidden {name}
+        .type {name}, @function
         .p2align 6
     {name}:
         endbr64
@@ -304,6 +308,8 @@ def function(r, width, vectors, kind, name):
         {lines(f"pop %{register}" for register in reversed(SAVED))}
         vzeroupper
         ret
+        .size {name}, . - {name}
+        .popsection
     """
 
 
@@ -323,14 +329,18 @@ def header(isa):
     structs = {"Ends": ENDS, "Reduction": REDUCTION, "Segment": SEGMENT}
     asserts = lines(f'_Static_assert(offsetof({struct}, {name}) == {8 * i}, "see tile_x86.py");'
                     for struct, members in structs.items() for i, name in enumerate(members))  # fmt: skip
-    hidden = '__attribute__((visibility("hidden")))'
     quoted = [f'"{line.strip()}\\n"' for line in text.splitlines() if line.strip()]
     return f"""/* Written by tile_x86.py. */
-#include <stddef.h>
+#define PCL_ASSEMBLED 1
 {asserts}
-typedef void TileFunction(const Ends *, const Reduction *, const float *x, const float *w, long wv, long xp);
-{lines(f"extern TileFunction {name} {hidden};" for name in names)}
+typedef __attribute__((visibility("hidden"))) void TileFunction(const Ends *, const Reduction *, const float *x,
+                                                                const float *w, ptrdiff_t wv, ptrdiff_t xp);
+extern TileFunction {", ".join(names)};
 static TileFunction *const tile_functions[] = {{{", ".join(names)}}};
+PCL_INLINE void assembled_tile(int kind, int width, int vectors, const Ends *ends, const float *x, ptrdiff_t xp,
+                               const float *w, ptrdiff_t wv, const Reduction *over) {{
+    tile_functions[(kind * PCL_VECTORS + vectors - 1) * PCL_TILE + width - 1](ends, over, x, w, wv, xp);
+}}
 __asm__(
 {lines(quoted)}
 );
