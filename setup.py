@@ -58,13 +58,13 @@ runtime (Debian/Ubuntu: libomp-dev), or choose another compiler: CC=gcc pip inst
 def optimisation_flags():
     """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted.
 
-    Two are for the register tile where it is not in assembler (tile_x86.py). Loops begin at cache lines: its loop of 130
-    bytes, spread over one line more, is bound by the instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead
+    Two are for the register tile where it is not in assembler (tile_x86.py). Loops begin at cache lines: its loop of
+    130 bytes, spread over one line more, is bound by the instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead
     of 97-100 %). gcc 12 makes a second copy of it for vectors that are neighbours, and then moves sums from register to
     register in both (up to 18 moves beside 12 multiply-adds): GCC_ONLY.
     """
     if DEBUG:
-        return ["-O1", "-g", "-ffp-contract=fast", "-fexpensive-optimizations"]  # the last for gcc to fuse multiply-adds
+        return ["-O1", "-g", "-ffp-contract=fast", "-fexpensive-optimizations"]  # without the last gcc does not contract
     return ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-falign-loops=64",
             *GCC_ONLY]
 
@@ -97,7 +97,7 @@ def write_if_new(path, text):
 
 
 def assembled_tiles(name):
-    """tile_x86.h: the micro-kernel in assembler where there can be one, and builds with bounds checks have C instead."""
+    """tile_x86.h: the micro-kernel in assembler where there can be one; builds with bounds checks have C instead."""
     (row,) = (row for row in isa_table.ISAS if name == f"kernels_{row.name}")
     if DEBUG or "-mfma" not in row.flags or sys.platform != "linux" or sys.maxsize < 2**32:
         return "#define PCL_ASSEMBLED 0\n"

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from pcldnn.layout import FLOAT
 from pcldnn.machine import Machine
 
-FMA_LATENCY = 4.7  # [cycle]; 4, of Zen 2 to 4 and Skylake on, and what is lost where no chain may ever wait: of 8 chains
-# that two a cycle would just saturate, 15 % (measured with AVX2)
+FMA_LATENCY = 4.7  # [cycle]; 4, of Zen 2 to 4 and Skylake on, and what is lost where no chain may ever wait: 15 % of 8
+# chains, which two multiply-adds a cycle would just saturate (measured with AVX2)
 FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct forward convolution were fitted
 # Costs in cycles, of forward convolution fitted to measurements of VGG-A's and OverFeat's layers with AVX-512 and with
 # AVX2 on Sapphire Rapids (3 % off on average), others on Zen 3 too:

@@ -19,7 +19,7 @@ pytest.importorskip("setuptools")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BASELINE = next(row.name for row in ISAS if row.name in _kernels.targets)   # the weakest of this machine
-ASSEMBLED = "avx2" if sys.platform == "linux" and "avx2" in _kernels.targets else None   # its micro-kernel is tile_x86.py's
+ASSEMBLED = "avx2" if sys.platform == "linux" and "avx2" in _kernels.targets else None   # has tile_x86.py's micro-kernel
 SHIPPED = ("pcldnn", "tests", "scripts", "docs", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md",
            "pyproject.toml", "setup.py", "MANIFEST.in")  # fmt: skip
 

@@ -16,8 +16,8 @@ def layers(random):
         kernel, stride, padding = random.choice([1, 2, 3, 5, 7]), random.integers(1, 4), random.integers(0, 4)
         channels, outputs = random.choice([1, 3, 8, 20, 40]), random.choice([5, 16, 33, 64, 80])
         height, width = random.integers(kernel, 24, 2)
-        yield (Conv2d(int(channels), int(outputs), int(kernel), stride=int(stride), padding=int(min(padding, kernel - 1))),
-               (random.integers(1, 14), channels, height, width))  # fmt: skip
+        layer = Conv2d(int(channels), int(outputs), int(kernel), int(stride), int(min(padding, kernel - 1)))
+        yield layer, (random.integers(1, 14), channels, height, width)
     for _ in range(50):
         features, outputs = random.integers(1, 200, 2)
         yield Linear(int(features), int(outputs)), (random.integers(1, 80), features)

@@ -14,7 +14,7 @@
 #    go to. `run` is not inlined: each width is compiled once.
 # f. While it computes, the micro-kernel can ask for what later calls read, a cache line or less at a step: products
 #    that take as long as their weights take to arrive then do both at once.
-# g. On x86-64 Linux with multiply-adds the sums are computed by functions in assembler (`tile_x86.py`, with the reason);
+# g. On x86-64 Linux with multiply-adds the sums are computed by functions in assembler (`tile_x86.py`, which says why);
 #    `accumulate` is for all others, and says what those do.
 
 cdef enum Kind:
