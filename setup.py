@@ -59,9 +59,9 @@ def optimisation_flags():
     """No -ffast-math: it sets flush-to-zero for the whole process. Only the parts of it that are wanted.
 
     Two are for the register tile where it is not in assembler (tile_x86.py). Loops begin at cache lines: its loop of
-    130 bytes, spread over one line more, is bound by the instruction fetch of Zen 3 (measured: 75 % of the FMA peak instead
-    of 97-100 %). gcc 12 makes a second copy of it for vectors that are neighbours, and then moves sums from register to
-    register in both (up to 18 moves beside 12 multiply-adds): GCC_ONLY.
+    130 bytes, spread over one line more, is bound by the instruction fetch of Zen 3 (measured: 75 % of the FMA peak
+    instead of 97-100 %). gcc 12 makes a second copy of it for vectors that are neighbours, and then moves sums from
+    register to register in both (up to 18 moves beside 12 multiply-adds): GCC_ONLY.
     """
     if DEBUG:
         return ["-O1", "-g", "-ffp-contract=fast", "-fexpensive-optimizations"]  # without the last gcc does not contract

@@ -99,6 +99,10 @@ def in_bytes(source, register):
     return f"mov {source}, {register}\n shl $2, {register}"
 
 
+def advance(target, distance):
+    return f"{in_bytes(distance, '%rax')}\n add %rax, {target}"
+
+
 def where(condition, text):
     return text if condition else ""
 
@@ -159,18 +163,13 @@ def nest(r, pixels, vectors, kind):
     7:  {steps(r, pixels, vectors, kind, 1)}
         dec %rbp
         jne 7b
-    8:  {where(kind.fetching, in_bytes(over["next1"], "%rax"))}
-        {where(kind.fetching, f"add %rax, {slot['next']}")}
-        {in_bytes(over["x1"], "%rax")}
-        add %rax, %r10
-        {in_bytes(over["w1"], "%rax")}
-        add %rax, %r11
+    8:  {where(kind.fetching, advance(slot["next"], over["next1"]))}
+        {advance("%r10", over["x1"])}
+        {advance("%r11", over["w1"])}
         decq {slot["n1"]}
         jne 4b
-        {in_bytes(over["x2"], "%rax")}
-        add %rax, %rdx
-        {in_bytes(over["w2"], "%rax")}
-        add %rax, %rcx
+        {advance("%rdx", over["x2"])}
+        {advance("%rcx", over["w2"])}
         decq {slot["n2"]}
         jne 3b
     """
@@ -333,8 +332,7 @@ def header(isa):
     return f"""/* Written by tile_x86.py. */
 #define PCL_ASSEMBLED 1
 {asserts}
-typedef __attribute__((visibility("hidden"))) void TileFunction(const Ends *, const Reduction *, const float *x,
-                                                                const float *w, ptrdiff_t wv, ptrdiff_t xp);
+typedef void TileFunction(const Ends *, const Reduction *, const float *x, const float *w, ptrdiff_t wv, ptrdiff_t xp);
 extern TileFunction {", ".join(names)};
 static TileFunction *const tile_functions[] = {{{", ".join(names)}}};
 PCL_INLINE void assembled_tile(int kind, int width, int vectors, const Ends *ends, const float *x, ptrdiff_t xp,
