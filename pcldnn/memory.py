@@ -80,6 +80,9 @@ class _Lives:
             if training and "output" in saves:
                 value.last = max(value.last, read_again)
                 value.kept = True
+            if layer.places_size:
+                places = self.new(layer.name, "places", layer.places_size, self.slot("forward", i))
+                places.last = self.slot("weight_grad", i)
         value.last = self.end if training else self.loss  # users may read the logits until the next step
 
     def gradients(self) -> None:

@@ -149,7 +149,7 @@ class Plan:
         for layer in self.layers:
             shapes = ", ".join(f"{parameter.name} {parameter.shape}" for parameter in layer.parameters)
             algorithms = "/".join(layer.algorithms.values())
-            fused = f" + {layer.fused!r}" if layer.fused else ""
+            fused = "".join(f" + {other!r}" for other in (layer.fused, layer.pooled) if other)
             if self.pieces:
                 algorithms += f", {self.pieces} pieces"
             items[f"layer {layer.name}"] = f"{layer.layer!r}{fused} {shapes} [{layer.partition}, {algorithms}]"
@@ -270,17 +270,20 @@ def plan(layers, input_shape, minibatch: int, ranks: int = 1, *, threads: int = 
             layer.plan, layout, images, machine, threads, index=index, name=name, fused=fused, algorithm=algorithm,
             tuned=tuned.get(name), training=training, input_grad=any(before.parameters for before in planned),
             pieces=pieces, piece_images=piece_images,
-            relu_input=layer.masks and training and bool(planned and planned[-1].fused),
+            relu_input=layer.masks and training and bool(planned and planned[-1].fused and not planned[-1].pooled),
         )  # fmt: skip
         made = make(partition=given.get(name, Partition(data=ranks)))
         if training and name not in given:
             chosen = choose_partition(made, minibatch)
             made = made if chosen == made.partition else make(partition=chosen)
+        pool = named[index + 2][1] if fused and index + 2 < len(named) else None
+        if pool is not None and layer.pools(made, pool):
+            made = make(partition=made.partition, pooled=pool)
         if made.relu_input:
             planned[-1] = replace(planned[-1], masked=True)
         planned.append(made)
         layout = made.output
-        index += 2 if fused else 1
+        index += 1 + bool(fused) + bool(made.pooled)
     return Plan(
         first, tuple(planned), minibatch, ranks, images, threads, machine, training, plan_buffers(planned, training),
         _messages(planned, minibatch, machine.width) if training else (), pieces,

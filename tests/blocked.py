@@ -73,7 +73,7 @@ class Arena:
 
     def _place(self, shape, dtype):
         size = int(np.prod(shape))
-        buffer = np.full(size + 2 * self.GUARD, np.nan if dtype.kind == "f" else -(2**62), dtype)
+        buffer = np.full(size + 2 * self.GUARD, self._unset(dtype), dtype)
         self.buffers.append((buffer, size))
         return buffer[self.GUARD : self.GUARD + size].reshape(shape)
 
@@ -81,5 +81,10 @@ class Arena:
         """Refuse if a guard was written to."""
         for buffer, size in self.buffers:
             for guard in (buffer[: self.GUARD], buffer[self.GUARD + size :]):
-                intact = np.isnan(guard) if buffer.dtype.kind == "f" else guard == -(2**62)
+                unset = self._unset(buffer.dtype)
+                intact = np.isnan(guard) if np.isnan(unset) else guard == unset
                 assert intact.all(), "a kernel wrote beyond the end of an array"
+
+    @staticmethod
+    def _unset(dtype):
+        return np.nan if dtype.kind == "f" else np.iinfo(dtype).min

@@ -227,10 +227,29 @@ def test_fused_relu_is_the_relu(target, monkeypatch):
     monkeypatch.setattr(Conv2d, "absorbs", lambda self, following: False)
     monkeypatch.setattr(Linear, "absorbs", lambda self, following: False)
     plain = Network(SMALL, SHAPE)
-    assert len(plain.prepare(5).layers) == len(fused.prepared.layers) + 2
+    assert [layer.fused for layer in plain.prepare(5).layers] == [None] * len(SMALL)
     one, other = step(fused, *batch()), step(plain, *batch())
     assert one[0] == pytest.approx(other[0], rel=1e-6)
     assert_close(one[2], other[2])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_pooling_is_the_pooling(target, monkeypatch, bias):
+    """To the last bit, also of a smaller minibatch than that of the plan, and twice."""
+    layers = [Conv2d(3, 10, 3, padding=1, bias=bias), ReLU(), MaxPool2d(2), MaxPool2d(2), Conv2d(10, 6, 3), ReLU(),
+              MaxPool2d(2), Flatten(), Linear(6 * 2 * 3, 5)]  # fmt: skip
+    fused, shape = Network(layers, (3, 27, 33)), (3, 27, 33)
+    assert [layer.name for layer in fused.prepare(5).layers if layer.pooled] == ["features.0"]
+    monkeypatch.setattr(Conv2d, "pools", lambda self, plan, following: False)
+    plain = Network(layers, shape)
+    assert not any(layer.pooled for layer in plain.prepare(5).layers)
+    images, labels = batch(5, shape)
+    for count in (5, 3, 5):
+        one, other = (step(network, images[:count], labels[:count]) for network in (fused, plain))
+        assert one[0] == other[0] and np.array_equal(one[1], other[1])
+        assert all(np.array_equal(one[2][name], other[2][name]) for name in one[2])
+    monkeypatch.undo()
+    assert np.array_equal(fused.forward(images), plain.forward(images))
 
 
 def test_a_smaller_minibatch_uses_the_leading_images(target):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from pcldnn import models, scaling
-from pcldnn.layers import Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
+from pcldnn.layers import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
 from pcldnn.layout import Layout
 from pcldnn.machine import Machine
 from pcldnn.partition import Partition
@@ -40,7 +40,7 @@ def test_overfeat_counts_are_the_papers():
     training = models.overfeat_fast().plan(1)
     convolutions = [layer for layer in training.layers if isinstance(layer.layer, Conv2d)]
     linears = [layer for layer in training.layers if isinstance(layer.layer, Linear)]
-    assert [layer.output.shape[1] for layer in convolutions] == [56, 24, 12, 12, 12]
+    assert [layer.computed.shape[1] for layer in convolutions] == [56, 24, 12, 12, 12]
     assert sum(layer.forward.flop for layer in convolutions) / 2 == pytest.approx(2.671e9, rel=1e-3)
     assert sum(layer.parameters[0].count for layer in convolutions) == pytest.approx(15.98e6, rel=1e-3)
     assert sum(layer.parameters[0].count for layer in linears) == pytest.approx(129.9e6, rel=1e-3)
@@ -111,6 +111,22 @@ def test_relu_is_fused_and_the_first_input_gradient_is_not_made():
     before = plan([Flatten(), Dropout(), Linear(12, 3), Linear(3, 3)], (3, 2, 2), 1).layers
     assert [layer.input_grad is None for layer in before] == [True, True, True, False]
     assert all(layer.weight_grad is None for layer in plan(CNN, (3, 6, 6), 4, training=False).layers)
+
+
+def test_pooling_is_fused_where_nothing_else_wants_what_is_pooled(vgg):
+    def pooled(*pooling, **options):
+        layers = [Conv2d(3, 8, 3, padding=1), ReLU(), *pooling, Conv2d(8, 8, 3), ReLU(), MaxPool2d(2)]
+        made = plan(layers, (3, 28, 33), 4, **{"machine": MACHINES[8], "algorithm": "direct"} | options).layers
+        return [layer.name for layer in made if layer.pooled]
+
+    assert pooled(MaxPool2d(2)) == ["0"]  # "3" makes an input gradient, which needs the gradient before pooling, too
+    assert pooled(MaxPool2d(2), training=False) == ["0", "3"]
+    assert pooled(MaxPool2d(2), exact=True) == pooled(MaxPool2d(2), partitions={"conv": Partition(1, 2)}, ranks=2) == []
+    for other in (AvgPool2d(2), MaxPool2d(3, 2), MaxPool2d(2, 1), MaxPool2d(2, padding=1), MaxPool2d(2, ceil_mode=True)):
+        assert pooled(other) == []
+    layers = vgg.plan(32).layers
+    assert str(layers[0]) == "Conv2d 3x3 + ReLU + MaxPool2d 2x2/2" and not any(layer.pooled for layer in layers[1:])
+    assert layers[0].output.shape == (64, 112, 112) and layers[0].computed.shape == (64, 224, 224)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -75,6 +75,11 @@ def width(name, got, wanted):
 
 def _conv2d(names, x, weight, y, stride, padding):
     """The relation that ties the three arrays of a convolution in every pass; `names` are theirs in that pass."""
+    shape(names[2], y, _conv2d_output(names, x, weight, stride, padding))
+
+
+def _conv2d_output(names, x, weight, stride, padding):
+    """The shape of the output."""
     n, cb, h, w, bc = x
     kb, _, r, s, _, b = weight
     sh, sw = pair("stride", stride, 1)
@@ -83,13 +88,25 @@ def _conv2d(names, x, weight, y, stride, padding):
     if p < 1 or q < 1:
         raise ValueError(f"filter {r}x{s} is larger than the padded input: image {h}x{w}, padding {ph},{pw}")
     shape(names[1], weight, (kb, cb, r, s, bc, b))
-    shape(names[2], y, (n, kb, p, q, b))
+    return n, kb, p, q, b
 
 
 def conv2d_forward(x, weight, bias, y, stride, padding, num_threads):
     _conv2d(("x", "weight", "y"), x, weight, y, stride, padding)
     if bias is not None:
         shape("bias", bias, (weight[0] * weight[5],))
+    threads(num_threads)
+
+
+def conv2d_pool_forward(x, weight, bias, y, places, stride, padding, num_threads):
+    n, kb, p, q, b = _conv2d_output(("x", "weight"), x, weight, stride, padding)
+    if p < 2 or q < 2:
+        raise ValueError(f"x gives {p}x{q} pixels to pool, wanted a whole window of 2x2")
+    shape("y", y, (n, kb, p // 2, q // 2, b))
+    if bias is not None:
+        shape("bias", bias, (kb * b,))
+    if places is not None:
+        shape("places", places, y)
     threads(num_threads)
 
 
@@ -157,6 +174,14 @@ def pool2d(x, y, kernel, stride, padding, num_threads, names=("x", "y")):
             wanted = f"{least} (floor rule) or {least + 1} (ceil rule, if that window starts inside)"
             raise ValueError(
                 f"{names[1]} has {name} = {out}, wanted {wanted}: size {size}, kernel {k}, stride {s}, padding {pad}")
+    threads(num_threads)
+
+
+def max_unpool2d(dy, places, dx, sums, num_threads):
+    n, cb, h, w, b = dx
+    shape("dy", dy, (n, cb, h // 2, w // 2, b))
+    shape("places", places, dy)
+    shape("sums", sums, (n, cb, b))
     threads(num_threads)
 
 

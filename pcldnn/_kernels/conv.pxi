@@ -12,7 +12,7 @@
 #    every tile is full however small the images, and no tap in the padding is ever computed: 2x2 images cost 4/9.
 # d. A job is (image or tile of images, panel of output channels, band of rows). It runs over `c_blocks` input
 #    channel blocks at a time, so that their filters stay in cache while all pixels pass, and adds to y in between.
-# e. Weight gradient: conv_weight_grad.pxi.
+# e. Weight gradient: conv_weight_grad.pxi. Pooling on the way: conv_pool.pxi.
 
 cdef struct Axis:
     Py_ssize_t count       # outputs
@@ -44,6 +44,8 @@ cdef struct ConvPass:
     Axis rows, cols
     bint relu, across_images
     bint past                                                # whether y is written past the caches
+    bint pooled                                              # y is that of conv_pool.pxi
+    signed char* places                                      # if pooled: where maxima were, or NULL
     Py_ssize_t c_blocks, band                                # band: most rows of a job
     ColumnTile* tiles
     Segment* segments
@@ -93,19 +95,20 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
             last = tap + 1
 
 
-cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, Py_ssize_t n,
-                    int width, Py_ssize_t row, int t, Py_ssize_t vectors) noexcept nogil:
-    """One register tile: `width` pixels of output row `row`, `vectors` channel blocks from k on, inputs cb0..cb1."""
+cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, int width,
+                    Py_ssize_t row, int t, Py_ssize_t vectors, float* y, Py_ssize_t yp, Py_ssize_t yv,
+                    bint past) noexcept nogil:
+    """One register tile: `width` pixels of output row `row`, `vectors` channel blocks from k on, inputs cb0..cb1.
+
+    It goes to y, where pixels lie yp floats apart and channel blocks yv.
+    """
     cdef ColumnTile* tile = c.tiles + t
     cdef Segment* seg = c.segments + t * c.cols.taps
     cdef Py_ssize_t xp = 1 if c.across_images else c.cols.in_step * c.x_column
-    cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
     cdef bint last = cb1 == c.in_blocks
     cdef Reduction over = one_loop(0, c.x_lane, b)
     cdef Ends ends
-    cdef float* y = c.y + n * c.y_image + k * c.y_block + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
-        + (c.cols.out0 + tile.first * c.cols.out_step) * b
     cdef const float* x = c.x + image * c.x_image + cb0 * c.x_block \
         + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.x_column
     cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
@@ -119,8 +122,8 @@ cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, P
     else:
         over.segments, over.n_segments = seg, tile.segments
     over.ahead = 0 if c.across_images else width * xp
-    ends = Ends(start=y, start_p=yp, start_v=c.y_block, out=y, out_p=yp, out_v=c.y_block, add=False,
-                relu=c.relu and last, past=c.past and last)
+    ends = Ends(start=y, start_p=yp, start_v=yv, out=y, out_p=yp, out_v=yv, add=False, relu=c.relu and last,
+                past=past and last)
     if cb0 == 0:
         ends.start, ends.start_p, ends.start_v = NULL if c.bias == NULL else c.bias + k * b, 0, b
     run(width, &ends, x, xp, w, c.w_out, &over, vectors)
@@ -130,12 +133,18 @@ cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ss
                    Py_ssize_t row1) noexcept nogil:
     """The panel from block k on, rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
     cdef Py_ssize_t cb0 = 0, cb1, row, vectors = min(VECTORS, c.out_blocks - k)
+    cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
+    cdef float* panel = c.y + n * c.y_image + k * c.y_block
+    cdef float* y
     cdef int t
     while cb0 < c.in_blocks:
         cb1 = min(cb0 + c.c_blocks, c.in_blocks)
         for row in range(row0, row1):
             for t in range(c.n_tiles):
-                conv_tile(c, cb0, cb1, k, image, n, width if c.across_images else c.tiles[t].width, row, t, vectors)
+                y = panel + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
+                    + (c.cols.out0 + c.tiles[t].first * c.cols.out_step) * b
+                conv_tile(c, cb0, cb1, k, image, width if c.across_images else c.tiles[t].width, row, t, vectors, y,
+                          yp, c.y_block, c.past)
         cb0 = cb1
     if c.past:
         store_fence()
@@ -144,9 +153,9 @@ cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ss
 cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
     """All jobs of a pass. Bands of rows keep a job's outputs in L2 and add parallelism; they change no sum."""
     cdef int image_tiles = tiles_of(c.images) if c.across_images else <int>c.images
-    cdef Py_ssize_t panels = panels_of(c.out_blocks)
+    cdef Py_ssize_t panels = panels_of(c.out_blocks), rows = c.rows.count // 2 if c.pooled else c.rows.count
     cdef Py_ssize_t bands = min(max((4 * num_threads + image_tiles * panels - 1) // (image_tiles * panels),
-                                    (c.rows.count - 1) // c.band + 1), c.rows.count)
+                                    (rows - 1) // c.band + 1), rows)
     cdef Py_ssize_t job, jobs = image_tiles * panels * bands
     cdef Py_ssize_t image, band, panel, n
     c.n_tiles = <int>c.cols.count if c.across_images else tiles_of(c.cols.count)
@@ -162,9 +171,12 @@ cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
         image = job // (panels * bands)
         panel = job // bands % panels
         band = job % bands
+        if c.pooled:
+            pooled_job(c, image, VECTORS * panel, rows * band // bands, rows * (band + 1) // bands)
+            continue
         n = tile_start(c.images, image_tiles, <int>image) if c.across_images else image
         conv_job(c, image, n, <int>(tile_start(c.images, image_tiles, <int>image + 1) - n) if c.across_images else 1,
-                 VECTORS * panel, c.rows.count * band // bands, c.rows.count * (band + 1) // bands)
+                 VECTORS * panel, rows * band // bands, rows * (band + 1) // bands)
     free(c.tiles)
     free(c.segments)
     return 0
@@ -254,6 +266,7 @@ cdef void conv_arrays(ConvPass* c, const float* x, const Py_ssize_t* xs, const f
     c.w_in = ws[2] * c.w_row
     c.w_out = ws[1] * c.w_in
     c.past = goes_past(y, ys[0] * ys[1] * c.y_block)
+    c.pooled, c.places = False, NULL
 
 
 def conv2d_transpose_filter(const float[:, :, :, :, :, ::1] weight,   # IN   (KB, CB, R, S, b, b)

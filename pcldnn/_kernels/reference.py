@@ -13,7 +13,7 @@ input channel before the output channel.
 """
 import numpy as np
 
-from pcldnn._kernels import checks
+from pcldnn._kernels import checks, reference_pool
 from pcldnn._kernels.reference_elementwise import (  # noqa: F401  (one import surface for a target)
     dropout,
     relu_forward,
@@ -31,6 +31,7 @@ from pcldnn._kernels.reference_pool import (  # noqa: F401
     avg_pool2d_input_grad,
     max_pool2d_forward,
     max_pool2d_input_grad,
+    max_unpool2d,
 )
 from pcldnn._kernels.reference_winograd import (  # noqa: F401
     winograd_forward,
@@ -80,6 +81,18 @@ def conv2d_forward(x, weight, bias, y, stride, padding, relu=False, blocking=Non
         if relu:
             np.maximum(out, 0, out=out)
         y[i] = out.reshape(p, q, kb, b).transpose(2, 0, 1, 3)
+
+
+def conv2d_pool_forward(x, weight, bias, y, places, stride, padding, num_threads=1):
+    """y = max_pool2d(relu(conv2d(x, weight) + bias)), windows of 2x2; `places` (or None) those of the maxima."""
+    bias_shape, places_shape = (None if array is None else array.shape for array in (bias, places))
+    checks.conv2d_pool_forward(x.shape, weight.shape, bias_shape, y.shape, places_shape, stride, padding, num_threads)
+    sizes = zip(x.shape[2:4], weight.shape[2:4], stride, padding)
+    outputs = np.empty((*y.shape[:2], *(checks.output_size(*size) for size in sizes), y.shape[4]), y.dtype)
+    conv2d_forward(x, weight, bias, outputs, stride, padding, relu=True)
+    max_pool2d_forward(outputs, y, (2, 2), (2, 2), (0, 0))
+    if places is not None:
+        places[...] = reference_pool.pooled_places(outputs, y.shape)
 
 
 def conv2d_transpose_filter(weight, weight_t, num_threads=1):

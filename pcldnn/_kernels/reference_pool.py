@@ -43,6 +43,12 @@ def _maximum(x, output, kernel, stride, padding):
     return best, winner
 
 
+def pooled_places(x, output):
+    """Place of the maximum in each window of 2x2, row by row 0 to 3; -1 where the maximum is not above zero."""
+    best, winner = _maximum(x, output, (2, 2), (2, 2), (0, 0))
+    return np.where(best <= 0, -1, winner)
+
+
 def max_pool2d_forward(x, y, kernel, stride, padding, num_threads=1):
     """y = largest value of each window."""
     checks.pool2d(x.shape, y.shape, kernel, stride, padding, num_threads)
@@ -67,6 +73,15 @@ def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, relu=False, num_th
     if sums is not None:
         checks.shape("sums", sums.shape, (*x.shape[:2], x.shape[4]))
         sums[...] = dx.sum(axis=(2, 3), dtype=np.float64)
+
+
+def max_unpool2d(dy, places, dx, sums, num_threads=1):
+    """Each dy goes to its place in a window of 2x2 (see `conv2d_pool_forward`); overwrites dx and sums."""
+    checks.max_unpool2d(dy.shape, places.shape, dx.shape, sums.shape, num_threads)
+    dx[...] = 0
+    for tap, out, image in _windows(dx.shape[2:4], dy.shape[2:4], (2, 2), (2, 2), (0, 0)):
+        dx[image] = np.where(places[out] == tap, dy[out], 0)
+    sums[...] = dx.sum(axis=(2, 3), dtype=np.float64)
 
 
 def _counts(size, outputs, kernel, stride, padding, count_include_pad):

@@ -39,6 +39,11 @@ PCL_INLINE void vec_store_past(float *p, vec a) { vec_store(p, a); }
 PCL_INLINE void vec_fence(void) {}
 #endif
 
+/* One byte a lane. */
+typedef signed char bvec __attribute__((vector_size(PCL_WIDTH), aligned(1), may_alias));
+PCL_INLINE ivec vec_load_bytes(const signed char *p) { return __builtin_convertvector(*(const bvec *)p, ivec); }
+PCL_INLINE void vec_store_bytes(signed char *p, ivec a) { *(bvec *)p = __builtin_convertvector(a, bvec); }
+
 /* where mask, a, else b */
 PCL_INLINE vec vec_select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 

@@ -87,6 +87,12 @@ PCL_INLINE void vec_argmax(vec *best, ivec *where, vec a, int tap) {
     *where = (better & tap) | (~better & *where);
 }
 
+/* tap in the lanes where x is best, elsewhere `where` */
+PCL_INLINE ivec vec_place(ivec where, vec x, vec best, int tap) {
+    ivec hit = x == best;
+    return (hit & tap) | (~hit & where);
+}
+
 /* a in the lanes where `where` is `tap`, else 0 */
 PCL_INLINE vec vec_where(ivec where, int tap, vec a) { return (vec)((where == tap) & (ivec)a); }
 

@@ -67,7 +67,8 @@ class LayerPlan:
     piece_images: int = 0  # most images of such a piece
     tuned: tuple[tuple[str, str], ...] = ()  # (pass, algorithm) where the choice is not the model's: `tuning.py`
     relu_input: bool = False  # the input gradient is to be that of the ReLU before this layer as well
-    masked: bool = False  # the layer after this one does so for `fused`
+    pooled: Layer | None = None  # the pooling behind `fused` that this layer's kernel applies as well
+    masked: bool = False  # the layer after this one, or the gradient of `pooled`, does so for `fused`
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -80,7 +81,17 @@ class LayerPlan:
     @property
     def saves(self) -> frozenset[str]:
         """Which of "input" and "output" the backward passes read."""
-        return self.layer.saves | (self.fused.saves if self.fused else frozenset())
+        return self.layer.saves | (self.fused.saves if self.fused and not self.pooled else frozenset())
+
+    @property
+    def computed(self) -> Layout:
+        """Layout of what the layer itself computes, before `pooled`."""
+        return self.layer.output_layout(self.input, self.output.block) if self.pooled else self.output
+
+    @property
+    def places_size(self) -> int:
+        """Memory for the places of the maxima of `pooled`, a byte each [float32]."""
+        return self.images * self.output.padded_features // FLOAT if self.pooled and self.weight_grad else 0
 
     @property
     def call_images(self) -> int:
@@ -120,7 +131,7 @@ class LayerPlan:
         return {p.name: p.from_blocked(self.views(flat)[p.name]) for p in self.parameters}
 
     def __str__(self) -> str:
-        return f"{self.layer} + {self.fused}" if self.fused else str(self.layer)
+        return " + ".join(str(layer) for layer in (self.layer, self.fused, self.pooled) if layer)
 
 
 def called_blocks(pass_name: str, plan: LayerPlan) -> int:
@@ -173,7 +184,8 @@ class Memory:
             input_grad=aligned_zeros(plan.input.array_shape(images)),
             parameters=aligned_zeros(plan.parameter_size),
             gradients=aligned_zeros(plan.parameter_size),
-            scratch={name: aligned_zeros(getattr(plan, name).scratch) for name in plan.algorithms},
+            scratch={name: aligned_zeros(getattr(plan, name).scratch) for name in plan.algorithms}
+            | {"places": aligned_zeros(plan.places_size)},
         )
 
 
@@ -195,6 +207,8 @@ class Unit:
         self.grad = plan.views(memory.gradients) if memory.gradients is not None else {}
         self.x = self.y = self.step = None  # of the last forward pass
         self.pixel_sums = None  # of the gradient between two units, which the second leaves to the first
+        if plan.pooled:
+            self.pixel_sums = np.zeros((plan.images, plan.output.channel_blocks, plan.output.block))
 
     def forward(self, x: np.ndarray, step: StepContext) -> np.ndarray:
         """Output for the blocked images `x`."""
@@ -285,10 +299,14 @@ class Layer:
         saved = plan.saves if pass_name == "input_grad" and not plan.parameters else ()
         moved = plan.input.array_bytes(plan.group_images) + FLOAT * plan.parameter_size // plan.partition.model
         moved += sum(layout.array_bytes(plan.images) for layout in (plan.output, *(getattr(plan, s) for s in saved)))
-        return PassPlan("direct", 2 * plan.images * self.multiply_adds(plan.input, plan.output), moved)
+        return PassPlan("direct", 2 * plan.images * self.multiply_adds(plan.input, plan.computed), moved)
 
     def absorbs(self, following: Layer) -> bool:
         """Whether this layer's kernel can apply the layer that follows as well."""
+        return False
+
+    def pools(self, plan: LayerPlan, following: Layer) -> bool:
+        """Whether this layer's kernel, as planned, can apply a pooling behind what it absorbs as well."""
         return False
 
     def compute_forward(self, unit: Unit, x: np.ndarray, y: np.ndarray, step: StepContext) -> None:
@@ -322,20 +340,21 @@ class Layer:
 
     def plan(
         self, input: Layout, images: int, machine: Machine, threads: int = 1, *, index: int = 0, name: str = "",
-        fused: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True, input_grad: bool = True,
-        algorithm: str | None = None, tuned: dict[str, str] | None = None,
+        fused: Layer | None = None, pooled: Layer | None = None, partition: Partition = ONE_RANK, training: bool = True,
+        input_grad: bool = True, algorithm: str | None = None, tuned: dict[str, str] | None = None,
         pieces: int = 0, piece_images: int = 0, relu_input: bool = False,
     ) -> LayerPlan:  # fmt: skip
         """Plan this layer for `images` images of layout `input` on each rank."""
         block = machine.width
         try:
             output = self.output_layout(input, block)
+            output = pooled.output_layout(output, block) if pooled else output
         except ValueError as error:
             raise ValueError(f"layer {name or '(unnamed)'}, {self!r}: {error}") from None
         parameters = self.parameters(input, block)
         plan = LayerPlan(
             index, name, self, input, output, images, parameters, fused, partition, algorithm, pieces, piece_images,
-            tuple((tuned or {}).items()), relu_input,
+            tuple((tuned or {}).items()), relu_input, pooled, masked=pooled is not None,
         )  # fmt: skip
         made = {
             "forward": True,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
 
 from pcldnn import _kernels as kernels
 from pcldnn import balance
@@ -13,6 +16,7 @@ from pcldnn.blocking import ConvShape
 from pcldnn.layers.activation import ReLU
 from pcldnn.layers.base import Layer, called_blocks, mask_and_sum, pair, per_rank
 from pcldnn.layers.parameter import Bias, Parameter
+from pcldnn.layers.pool import MaxPool2d
 from pcldnn.layout import FLOAT, Layout, blocks, filter_from_blocked, filter_to_blocked
 
 
@@ -118,18 +122,37 @@ class Conv2d(Layer):
             blocking = solver.conv_weight_grad(shape, machine, threads)
             scratch = (blocking.copies - 1) * weight_size
             if blocking.across_images:
-                outputs = out_blocks * plan.output.block_features
+                outputs = out_blocks * plan.computed.block_features
                 scratch += plan.call_images * (plan.input.padded_features + outputs)
             traffic = balance.weight_grad_traffic(called, machine, blocking)
+        if plan.pooled:
+            unpooled, pooled = (layout.array_bytes(plan.images) for layout in (plan.computed, plan.output))
+            places = FLOAT * plan.places_size
+            if pass_name == "forward":
+                made, traffic = replace(made, bytes=made.bytes + places), traffic - unpooled + pooled + places
+            else:  # the gradient before pooling is written, and read
+                made = replace(made, bytes=made.bytes + places + 2 * unpooled)
+                scratch, traffic = scratch + unpooled // FLOAT, traffic + unpooled + pooled + places
         return replace(made, blocking=blocking, scratch=scratch, traffic=per_rank(traffic, pass_name, plan))
 
     def absorbs(self, following: Layer) -> bool:
         return isinstance(following, ReLU)
 
+    def pools(self, plan, following):
+        # An input gradient would want the gradient before pooling as well, and a layer on a grid has its own arrays.
+        alone = plan.input_grad is None and plan.partition.model == 1 and not plan.pieces
+        made = plan.forward
+        at_once = made.algorithm == "direct" and not made.blocking.across_images
+        at_once = at_once and made.blocking.c_blocks >= plan.input.channel_blocks
+        return alone and at_once and isinstance(following, MaxPool2d) and following.halves(plan.output)
+
     def compute_forward(self, unit, x, y, step):
         weight, bias, relu = unit.value["weight"], unit.value.get("bias"), unit.plan.fused is not None
         made = unit.plan.forward
-        if made.algorithm == "winograd":
+        if unit.plan.pooled:
+            places = places_of(unit, y.shape)
+            kernels.conv2d_pool_forward(x, weight, bias, y, places, self.stride, self.padding, unit.num_threads)
+        elif made.algorithm == "winograd":
             filters, scratch = transformed_filters(unit, "forward", weight.shape[0], weight.shape[1])
             kernels.winograd_transform_filter(weight, filters, False, unit.num_threads)
             kernels.winograd_forward(
@@ -142,8 +165,14 @@ class Conv2d(Layer):
             )  # fmt: skip
 
     def compute_weight_grad(self, unit, dy):
-        mask_and_sum(unit, dy)
         made, scratch = unit.plan.weight_grad, unit.memory.scratch.get("weight_grad")
+        if unit.plan.pooled:
+            shape = unit.plan.computed.array_shape(len(dy))
+            places, unpooled, scratch = places_of(unit, dy.shape), scratch[: prod(shape)], scratch[prod(shape) :]
+            unpooled, sums = unpooled.reshape(shape), unit.pixel_sums[: len(dy)]
+            kernels.max_unpool2d(dy, places, unpooled, sums, unit.num_threads)
+            dy = unpooled
+        mask_and_sum(unit, dy)
         if made.algorithm == "winograd":
             kernels.winograd_weight_grad(
                 unit.x, dy, unit.grad["weight"], self.padding, scratch, made.blocking, unit.num_threads
@@ -180,6 +209,12 @@ class Conv2d(Layer):
         size = f"{self.kernel_size[0]}x{self.kernel_size[1]}"
         stride = "" if self.stride == (1, 1) else f" stride {self.stride[0]}x{self.stride[1]}"
         return f"Conv2d {size}{stride}"
+
+
+def places_of(unit, shape: tuple[int, ...]):
+    """Where the maxima of the pooling that a convolution applies were, int8; None when nobody will ask."""
+    memory = unit.memory.scratch.get("places")
+    return memory if memory is None else memory.view(np.int8)[: prod(shape)].reshape(shape)
 
 
 # --- direct or Winograd -----------------------------------------------------------------------------------------

@@ -78,6 +78,12 @@ class MaxPool2d(_Pool2d):
     masks = True
     spread = 2.0  # measured on VGG-A at its starting weights: 1.8 to 2.7 for 2x2 windows
 
+    def halves(self, image: Layout) -> bool:
+        """Whether its windows are 2x2, apart and whole: `conv_pool.pxi` has their kernel."""
+        _, height, width = image.shape
+        apart = self.kernel_size == self.stride == (2, 2) and self.padding == (0, 0) and min(height, width) > 1
+        return apart and self.output_layout(image, image.block).shape[1:] == (height // 2, width // 2)
+
     def compute_forward(self, unit, x, y, step):
         kernels.max_pool2d_forward(x, y, self.kernel_size, self.stride, self.padding, unit.num_threads)
 
