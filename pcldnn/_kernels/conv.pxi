@@ -27,9 +27,18 @@ cdef struct Axis:
 
 
 cdef struct ColumnTile:
-    Py_ssize_t first       # output column of pixel 0
+    Py_ssize_t x, y        # where its pixel 0 is in rows of x (filter tap 0) and y [float]
     int width              # pixels; in across_images mode set by the tile of images
     int segments           # number of segments; they begin at tap slot `tile index * taps`
+
+
+cdef struct TileRow:       # what the tiles of an output row have in common
+    const float* x
+    const float* w
+    Reduction over
+    Ends ends
+    Py_ssize_t vectors
+    bint adds              # to what is in y
 
 
 cdef struct ConvPass:
@@ -41,6 +50,7 @@ cdef struct ConvPass:
     Py_ssize_t x_image, x_block, x_row, x_column, x_lane     # distances [float]; x_image of tiles of images if packed
     Py_ssize_t y_image, y_block, y_row
     Py_ssize_t w_out, w_in, w_row                            # filter distances [float]
+    Py_ssize_t xp, yp, yv                                    # between pixels, and channel blocks, of a tile [float]
     Axis rows, cols
     bint relu, across_images
     bint past                                                # whether y is written past the caches
@@ -74,7 +84,8 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
         last = -1
         first = t if c.across_images else tile_start(cols.count, c.n_tiles, t)
         width = 1 if c.across_images else <int>(tile_start(cols.count, c.n_tiles, t + 1) - first)
-        c.tiles[t].first = first
+        c.tiles[t].x = (first * cols.in_step + cols.in0) * c.x_column
+        c.tiles[t].y = (cols.out0 + first * cols.out_step) * b
         c.tiles[t].width = width
         c.tiles[t].segments = 0
         for tap in range(cols.taps):
@@ -95,56 +106,60 @@ cdef void plan_columns(ConvPass* c) noexcept nogil:
             last = tap + 1
 
 
-cdef void conv_tile(ConvPass* c, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image, int width,
-                    Py_ssize_t row, int t, Py_ssize_t vectors, float* y, Py_ssize_t yp, Py_ssize_t yv,
-                    bint past) noexcept nogil:
-    """One register tile: `width` pixels of output row `row`, `vectors` channel blocks from k on, inputs cb0..cb1.
-
-    It goes to y, where pixels lie yp floats apart and channel blocks yv.
-    """
-    cdef ColumnTile* tile = c.tiles + t
-    cdef Segment* seg = c.segments + t * c.cols.taps
-    cdef Py_ssize_t xp = 1 if c.across_images else c.cols.in_step * c.x_column
+cdef inline void begin_row(ConvPass* c, TileRow* r, Py_ssize_t cb0, Py_ssize_t cb1, Py_ssize_t k, Py_ssize_t image,
+                           Py_ssize_t row) noexcept nogil:
+    """Output row `row` of an image, the panel of output channels from block k on, input channel blocks cb0..cb1."""
     cdef Py_ssize_t r0 = first_tap(&c.rows, row), r1 = last_tap(&c.rows, row)
     cdef bint last = cb1 == c.in_blocks
-    cdef Reduction over = one_loop(0, c.x_lane, b)
-    cdef Ends ends
-    cdef const float* x = c.x + image * c.x_image + cb0 * c.x_block \
-        + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row + (tile.first * c.cols.in_step + c.cols.in0) * c.x_column
-    cdef const float* w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row \
-        + c.cols.w0 * c.lanes * b
-    over.n1, over.x1, over.w1 = max(r1 - r0, 0), c.x_row, c.rows.w_step * c.w_row
-    over.n2, over.x2, over.w2 = cb1 - cb0, c.x_block, c.w_in
+    r.vectors = min(VECTORS, c.out_blocks - k)
+    r.x = c.x + image * c.x_image + cb0 * c.x_block + (row * c.rows.in_step + c.rows.in0 + r0) * c.x_row
+    r.w = c.w + k * c.w_out + cb0 * c.w_in + (c.rows.w0 + r0 * c.rows.w_step) * c.w_row + c.cols.w0 * c.lanes * b
+    r.over = one_loop(0, c.x_lane, b)
+    r.over.n1, r.over.x1, r.over.w1 = max(r1 - r0, 0), c.x_row, c.rows.w_step * c.w_row
+    r.over.n2, r.over.x2, r.over.w2 = cb1 - cb0, c.x_block, c.w_in
+    r.adds = cb0 > 0
+    r.ends = Ends(start=NULL, start_p=0, start_v=b, out=NULL, out_p=c.yp, out_v=c.yv, add=False, relu=c.relu and last,
+                  past=c.past and last and not c.pooled)
+    if r.adds:
+        r.ends.start_p, r.ends.start_v = c.yp, c.yv
+    elif c.bias != NULL:
+        r.ends.start = c.bias + k * b
+
+
+cdef inline void conv_tile(ConvPass* c, TileRow* r, int t, int width, float* y) noexcept nogil:
+    """One register tile of the row, of `width` pixels: the sums go to y."""
+    cdef ColumnTile* tile = c.tiles + t
+    cdef Segment* seg = c.segments + t * c.cols.taps
+    cdef const float* x = r.x + tile.x
+    cdef const float* w = r.w
     if tile.segments == 1 and seg.lo == 0 and seg.hi >= width:
-        over.n0 = seg.steps
+        r.over.segments, r.over.n0 = NULL, seg.steps
         x += seg.x
         w += seg.w
     else:
-        over.segments, over.n_segments = seg, tile.segments
-    over.ahead = 0 if c.across_images else width * xp
-    ends = Ends(start=y, start_p=yp, start_v=yv, out=y, out_p=yp, out_v=yv, add=False, relu=c.relu and last,
-                past=past and last)
-    if cb0 == 0:
-        ends.start, ends.start_p, ends.start_v = NULL if c.bias == NULL else c.bias + k * b, 0, b
-    run(width, &ends, x, xp, w, c.w_out, &over, vectors)
+        r.over.segments, r.over.n_segments = seg, tile.segments
+    r.over.ahead = 0 if c.across_images else width * c.xp
+    r.ends.out = y
+    if r.adds:
+        r.ends.start = y
+    run(width, &r.ends, x, c.xp, w, c.w_out, &r.over, r.vectors)
 
 
 cdef void conv_job(ConvPass* c, Py_ssize_t image, Py_ssize_t n, int width, Py_ssize_t k, Py_ssize_t row0,
                    Py_ssize_t row1) noexcept nogil:
     """The panel from block k on, rows row0..row1 of image n, or of the tile `image` of `width` images from n on."""
-    cdef Py_ssize_t cb0 = 0, cb1, row, vectors = min(VECTORS, c.out_blocks - k)
-    cdef Py_ssize_t yp = c.y_image if c.across_images else c.cols.out_step * b
+    cdef Py_ssize_t cb0 = 0, cb1, row
     cdef float* panel = c.y + n * c.y_image + k * c.y_block
     cdef float* y
+    cdef TileRow tiles
     cdef int t
     while cb0 < c.in_blocks:
         cb1 = min(cb0 + c.c_blocks, c.in_blocks)
         for row in range(row0, row1):
+            begin_row(c, &tiles, cb0, cb1, k, image, row)
+            y = panel + (c.rows.out0 + row * c.rows.out_step) * c.y_row
             for t in range(c.n_tiles):
-                y = panel + (c.rows.out0 + row * c.rows.out_step) * c.y_row \
-                    + (c.cols.out0 + c.tiles[t].first * c.cols.out_step) * b
-                conv_tile(c, cb0, cb1, k, image, width if c.across_images else c.tiles[t].width, row, t, vectors, y,
-                          yp, c.y_block, c.past)
+                conv_tile(c, &tiles, t, width if c.across_images else c.tiles[t].width, y + c.tiles[t].y)
         cb0 = cb1
     if c.past:
         store_fence()
@@ -158,6 +173,10 @@ cdef int conv_pass(ConvPass* c, int num_threads) except -1 nogil:
                                     (rows - 1) // c.band + 1), rows)
     cdef Py_ssize_t job, jobs = image_tiles * panels * bands
     cdef Py_ssize_t image, band, panel, n
+    c.xp = 1 if c.across_images else c.cols.in_step * c.x_column
+    c.yp, c.yv = c.y_image if c.across_images else c.cols.out_step * b, c.y_block
+    if c.pooled:
+        c.yp, c.yv = b, (TILE + 1) * b     # as `pooled_job` has them
     c.n_tiles = <int>c.cols.count if c.across_images else tiles_of(c.cols.count)
     c.tiles = <ColumnTile*>malloc(c.n_tiles * sizeof(ColumnTile))
     c.segments = <Segment*>malloc(c.n_tiles * c.cols.taps * sizeof(Segment) + 1)

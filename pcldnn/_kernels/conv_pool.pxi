@@ -11,23 +11,19 @@ cdef extern from "simd_math.h" nogil:
     void store_bytes "vec_store_bytes"(signed char* p, ivec a)
     ivec place "vec_place"(ivec where, vec x, vec best, int tap)
 
-cdef enum:
-    PAIR_BLOCK = 448         # (TILE + 1) * b for the widest vectors: between channel blocks of a pair [float]
-
-
 cdef inline ivec place_of_largest(const float* x, Py_ssize_t row, vec* best) noexcept nogil:
-    """Largest value of a 2x2 window and its place: the first in row-major order, NaN wins."""
-    cdef ivec bad, where = ibroadcast(0)
-    cdef int tap
-    best[0] = largest_of(x, row, 2, 2, &bad)
-    if any_lane(bad):
-        best[0] = load(x)
-        for tap in range(4):
-            argmax(best, &where, load(x + tap // 2 * row + tap % 2 * b), tap)
-    else:
-        for tap in range(3, -1, -1):
-            where = place(where, load(x + tap // 2 * row + tap % 2 * b), best[0], tap)
-    return where
+    """Largest value of a 2x2 window of numbers from 0 on, and its place: the first in row-major order, NaN wins."""
+    cdef ivec where = ibroadcast(3)
+    cdef vec x0 = load(x), x1 = load(x + b), x2 = load(x + row), x3 = load(x + row + b)
+    if any_lane(isnan((x0 + x1) + (x2 + x3))):
+        best[0], where = x0, ibroadcast(0)
+        argmax(best, &where, x0, 0)
+        argmax(best, &where, x1, 1)
+        argmax(best, &where, x2, 2)
+        argmax(best, &where, x3, 3)
+        return where
+    best[0] = vmax(vmax(x0, x1), vmax(x2, x3))
+    return place(place(place(where, x2, best[0], 2), x1, best[0], 1), x0, best[0], 0)
 
 
 cdef inline void pool_pair(const float* pair, Py_ssize_t row, Py_ssize_t windows, float* y, signed char* places,
@@ -45,28 +41,30 @@ cdef inline void pool_pair(const float* pair, Py_ssize_t row, Py_ssize_t windows
 
 cdef void pooled_job(ConvPass* c, Py_ssize_t image, Py_ssize_t k, Py_ssize_t row0, Py_ssize_t row1) noexcept nogil:
     """Rows row0..row1 of an image's pooled outputs, the panel from block k on."""
-    cdef float memory[2 * 4 * 448 + 16]
+    cdef float memory[2 * VECTORS * (TILE + 1) * b + 16]
     cdef float* pair = <float*>((<size_t>memory + 63) // 64 * 64)
-    cdef Py_ssize_t p, v, i, q, windows, held, out, row = VECTORS * PAIR_BLOCK, vectors = min(VECTORS, c.out_blocks - k)
+    cdef Py_ssize_t p, v, i, q, windows, held, out, row = VECTORS * c.yv
+    cdef TileRow tiles[2]
     cdef int t
     for p in range(row0, row1):
+        for i in range(2):
+            begin_row(c, &tiles[i], 0, c.in_blocks, k, image, 2 * p + i)
         held = q = 0
         for t in range(c.n_tiles):
             for i in range(2):
-                conv_tile(c, 0, c.in_blocks, k, image, c.tiles[t].width, 2 * p + i, t, vectors,
-                          pair + i * row + held * b, b, PAIR_BLOCK, False)
+                conv_tile(c, &tiles[i], t, c.tiles[t].width, pair + i * row + held * b)
             held += c.tiles[t].width
             windows = held // 2
-            for v in range(vectors):
+            for v in range(tiles[0].vectors):
                 out = image * c.y_image + (k + v) * c.y_block + p * c.y_row + q * b
-                pool_pair(pair + v * PAIR_BLOCK, row, windows, c.y + out, NULL if c.places == NULL else c.places + out,
+                pool_pair(pair + v * c.yv, row, windows, c.y + out, NULL if c.places == NULL else c.places + out,
                           c.past)
             q += windows
             held %= 2
             if held:
                 for i in range(2):
-                    for v in range(vectors):
-                        out = i * row + v * PAIR_BLOCK
+                    for v in range(tiles[0].vectors):
+                        out = i * row + v * c.yv
                         store(pair + out, load(pair + out + 2 * windows * b))
     if c.past:
         store_fence()

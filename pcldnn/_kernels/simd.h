@@ -48,7 +48,7 @@ PCL_INLINE void vec_store_bytes(signed char *p, ivec a) { *(bvec *)p = __builtin
 PCL_INLINE vec vec_select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
 /* max(a, 0) that lets NaN through: a diverged network must stay visible. */
-PCL_INLINE vec vec_relu(vec a) { return (vec)((ivec)a & ~(a <= vec_zero())); }
+PCL_INLINE vec vec_relu(vec a) { return (vec)((ivec)a & ~(vec_zero() > a)); }
 
 /* The PCL_WIDTH x PCL_WIDTH transpose: PCL_WIDTH vectors at src, `stride` floats apart, to contiguous rows at dst.
  * log2(width) rounds of interleaving vector i with vector i + width/2. */

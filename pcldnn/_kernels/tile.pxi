@@ -135,18 +135,16 @@ cdef inline int assembled_kind(Py_ssize_t xp, const Reduction* over) noexcept no
 
 
 cdef void run(int width, const Ends* ends, const float* x, Py_ssize_t xp, const float* w, Py_ssize_t wv,
-              const Reduction* over, Py_ssize_t vectors) noexcept nogil:
+              Reduction* over, Py_ssize_t vectors) noexcept nogil:
     """One register tile of `vectors` vectors: out = (out +)? (start + the sum), relu'd if asked for.
 
     Where sums are cut, w0 is b; where xp is neither 1 nor b, x0 is 1.
     """
     cdef Segment all
-    cdef Reduction one
-    if over.segments == NULL and xp != 1 and xp != b:  # as one segment, so that the code for any xp exists once
+    cdef bint alone = over.segments == NULL and xp != 1 and xp != b
+    if alone:                  # as one segment, so that the code for any xp exists once
         all = Segment(lo=0, hi=width, steps=over.n0, x=0, w=0)
-        one = over[0]
-        one.segments, one.n_segments = &all, 1
-        over = &one
+        over.segments, over.n_segments = &all, 1
     if ASSEMBLED:
         assembled_tile(assembled_kind(xp, over), width, <int>vectors, ends, x, xp, w, wv, over)
     elif vectors == VECTORS:
@@ -157,6 +155,8 @@ cdef void run(int width, const Ends* ends, const float* x, Py_ssize_t xp, const 
         run_panel(width, 2, ends, x, xp, w, wv, over)
     elif VECTORS > 3 and vectors == 3:
         run_panel(width, 3, ends, x, xp, w, wv, over)
+    if alone:
+        over.segments = NULL
 
 
 cdef inline Reduction one_loop(Py_ssize_t steps, Py_ssize_t x0, Py_ssize_t w0) noexcept nogil:

@@ -68,11 +68,8 @@ class Registers:
         return f"{'vpxord' if self.wide else 'vpxor'} {register}, {register}, {register}"
 
     def relu(self, register):
-        """max(register, 0) that lets NaN through, with zero in filter(0). 0x16: not less or equal, which NaN is."""
-        zero, mask = self.filter(0), self.value(0)
-        if self.wide:
-            return f"vcmpps $0x16, {zero}, {register}, %k1\n vmovaps {register}, {register}{{%k1}}{{z}}"
-        return f"vcmpps $0x16, {zero}, {register}, {mask}\n vandps {mask}, {register}, {register}"
+        """max(0, register), with zero in filter(0): the instruction gives its last source unless the other is larger."""
+        return f"vmaxps {register}, {self.filter(0)}, {register}"
 
 
 def lines(texts):
