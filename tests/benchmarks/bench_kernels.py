@@ -13,7 +13,7 @@ from workloads import layer_plan, layer_rows
 
 from pcldnn import _kernels
 
-REFERENCE_ALGORITHMS = {"conv": "im2col", "fc": "gemm", "pool": "direct"}
+REFERENCE_ALGORITHMS = {"conv": "im2col", "stage": "im2col", "fc": "gemm", "pool": "direct"}
 
 rows = layer_rows
 

@@ -64,7 +64,7 @@ def _shape(row):
         return (sorted(layer.parameter_count for layer in plan.layers)[-2],)
     if row.layer == "loss":
         return row.minibatch, plan.output.features
-    return row.minibatch, *(plan.input if row.layer == "block" else plan.layers[0].output).shape
+    return row.minibatch, *(plan.input if row.layer == "block" else plan.layers[0].computed).shape
 
 
 def _bytes(row):

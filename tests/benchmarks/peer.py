@@ -38,6 +38,8 @@ def layer_variants(row: Row, threads: int) -> dict:
     """Calls that compute one pass of one layer, by the name of the way they go."""
     torch.set_num_threads(threads)
     plan = layer_plan(row, threads)
+    if row.kind == "stage":
+        return _stage(plan, row.pass_name)
     make = {"conv": _convolution, "fc": _linear, "pool": _pooling}[row.kind]
     return make(plan.layer, row.minibatch, plan.input.logical_shape, plan.output.logical_shape, row.pass_name)
 
@@ -87,6 +89,23 @@ def _pooling(layer, images, x_shape, y_shape, pass_name):
             return lambda: torch.ops.aten.max_pool2d_with_indices(xf, *window)
         indices = torch.ops.aten.max_pool2d_with_indices(xf, *window)[1]
         return lambda: torch.ops.aten.max_pool2d_with_indices_backward(dyf, xf, *window, indices)
+
+    return _both_layouts(variant)
+
+
+def _stage(plan, pass_name):
+    """Convolution, ReLU and pooling, as a network of modules has them; backward as autograd makes it."""
+    images = random(plan.images, *plan.input.logical_shape)
+
+    def variant(memory_format):
+        stage = model((plan.layer, plan.fused, plan.pooled)).to(memory_format=memory_format)
+        x = images.contiguous(memory_format=memory_format)
+        if pass_name == "forward":
+            return lambda: stage(x)
+        with torch.enable_grad():
+            y = stage(x)
+        dy, parameters = torch.randn_like(y), list(stage.parameters())
+        return lambda: torch.autograd.grad(y, parameters, dy, retain_graph=True)
 
     return _both_layouts(variant)
 
@@ -213,18 +232,20 @@ def primitive_seconds(call) -> float:
 # --- a training step ----------------------------------------------------------------------------------------------
 
 
-def model(net) -> nn.Sequential:
-    """A PyTorch model of the same layers as one of our networks."""
-    make = {
-        ours.Conv2d: lambda la: nn.Conv2d(la.in_channels, la.out_channels, la.kernel_size, la.stride, la.padding),
-        ours.Linear: lambda la: nn.Linear(la.in_features, la.out_features),
-        ours.MaxPool2d: lambda la: nn.MaxPool2d(la.kernel_size, la.stride, la.padding, ceil_mode=la.ceil_mode),
-        ours.ReLU: lambda la: nn.ReLU(inplace=True),
-        ours.Sigmoid: lambda la: nn.Sigmoid(),
-        ours.Dropout: lambda la: nn.Dropout(la.p),
-        ours.Flatten: lambda la: nn.Flatten(),
-    }
-    return nn.Sequential(*(make[type(layer)](layer) for _, layer in net.layers))
+MODULES = {
+    ours.Conv2d: lambda la: nn.Conv2d(la.in_channels, la.out_channels, la.kernel_size, la.stride, la.padding),
+    ours.Linear: lambda la: nn.Linear(la.in_features, la.out_features),
+    ours.MaxPool2d: lambda la: nn.MaxPool2d(la.kernel_size, la.stride, la.padding, ceil_mode=la.ceil_mode),
+    ours.ReLU: lambda la: nn.ReLU(inplace=True),
+    ours.Sigmoid: lambda la: nn.Sigmoid(),
+    ours.Dropout: lambda la: nn.Dropout(la.p),
+    ours.Flatten: lambda la: nn.Flatten(),
+}
+
+
+def model(layers) -> nn.Sequential:
+    """A PyTorch model of the same layers as ours."""
+    return nn.Sequential(*(MODULES[type(layer)](layer) for layer in layers))
 
 
 def step_layouts(row: Row) -> list[str]:
@@ -237,7 +258,7 @@ def step_call(row: Row, threads: int, layout: str):
     torch.set_num_threads(threads)
     net = outline(row.net)
     images, labels = random(row.minibatch, *net.input_shape), torch.arange(row.minibatch) % net.num_classes
-    twin = model(net).train()
+    twin = model(layer for _, layer in net.layers).train()
     if images.dim() == 4:
         images, twin = images.contiguous(memory_format=LAYOUTS[layout]), twin.to(memory_format=LAYOUTS[layout])
     optimizer = torch.optim.SGD(twin.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4, fused=True)

@@ -14,6 +14,7 @@ from pcldnn import Network, _kernels, models
 from pcldnn.layers import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
 from pcldnn.layers.base import PASSES, LayerPlan
 from pcldnn.layout import aligned_zeros
+from pcldnn.machine import Machine
 
 
 def tiny() -> Network:
@@ -32,7 +33,7 @@ KINDS = {Conv2d: "conv", Linear: "fc", MaxPool2d: "pool", AvgPool2d: "pool"}
 
 # Images when --minibatch does not say: convolutions as few as a rank of many gets, pooling enough to leave
 # the caches, fully connected layers at the two ends of what a rank gets.
-MINIBATCHES = {"conv": (8,), "pool": (32,), "fc": (64, 256)}
+MINIBATCHES = {"conv": (8,), "stage": (32,), "pool": (32,), "fc": (64, 256)}
 STEP_MINIBATCHES = {"vgg_a": 32, "overfeat_fast": 32, "cd_dnn": 1024, "digits": 64, "tiny": 4}
 
 
@@ -41,7 +42,7 @@ class Row:
     """One line of the results."""
 
     net: str
-    layer: str  # "conv1", "pool1", "fc6", ...; "all" for a training step
+    layer: str  # "conv1", "pool1", "stage1" for both in one, "fc6", ...; "all" for a training step
     pass_name: str
     minibatch: int
     by: str  # a target of ours, "torch", or "onednn": what oneDNN's primitives take inside PyTorch
@@ -71,11 +72,18 @@ def layers(net: str, minibatch: int = 1, threads: int = 1, algorithm: str | None
     """The plans of a network's convolutions, pooling and fully connected layers, by name.
 
     Convolutions and pooling layers count from 1. Fully connected layers go on at 6 after convolutions: both networks
-    have five stages of them.
+    have five stages of them. The first stage is there three times, for its convolution pools on the way: its layers
+    each by itself, and "stage1".
     """
-    plans = outline(net).plan(minibatch, threads=threads, algorithm=algorithm).layers
-    counts = {"conv": 0, "pool": 0, "fc": 5 if any(isinstance(plan.layer, Conv2d) for plan in plans) else 0}
+    first, *plans = outline(net).plan(minibatch, threads=threads, algorithm=algorithm).layers
     named = {}
+    if isinstance(first.layer, Conv2d):
+        pooling = first.pooled or plans.pop(0).layer
+        named["stage1"] = _planned(first, threads, pooling)
+        first = _planned(first, threads)
+        plans.insert(0, pooling.plan(first.output, first.images, Machine.detect(), threads, relu_input=True))
+    plans.insert(0, first)
+    counts = {"conv": 0, "pool": 0, "fc": 5 if named else 0}
     for plan in plans:
         kind = KINDS.get(type(plan.layer))
         if kind:
@@ -84,13 +92,23 @@ def layers(net: str, minibatch: int = 1, threads: int = 1, algorithm: str | None
     return named
 
 
+def _planned(first: LayerPlan, threads: int, pooled: MaxPool2d | None = None) -> LayerPlan:
+    """The plan of a network's first layer again, with a pooling or without."""
+    return first.layer.plan(first.input, first.images, Machine.detect(), threads, index=first.index, name=first.name,
+                            fused=first.fused, pooled=pooled, input_grad=False, algorithm=first.algorithm)  # fmt: skip
+
+
 def layer_plan(row: Row, threads: int) -> LayerPlan:
     """The plan of a layer whose pass is measured by itself, as a library's primitive computes it.
 
     Forward is with bias; the activation behind it is left out. The weight gradient is that of the weights only, for
-    the gradient of the bias is another pass over the data, and bound by memory.
+    the gradient of the bias is another pass over the data, and bound by memory. A stage is measured as a network has
+    it: with ReLU and pooling, and with the gradients of both and of the bias before that of the weights.
     """
-    plan = replace(layers(row.net, row.minibatch, threads, row.algorithm)[row.layer], fused=None)
+    plan = layers(row.net, row.minibatch, threads, row.algorithm)[row.layer]
+    if row.kind == "stage":
+        return plan
+    plan = replace(plan, fused=None)
     if row.pass_name == "weight_grad":
         plan = replace(plan, layer=replace(plan.layer, bias=False), parameters=plan.parameters[:1])
     return plan
@@ -124,7 +142,7 @@ def layer_rows(options) -> list[Row]:
             wanted = [name for name in passes(plan) if name in options.passes]
             minibatches = options.minibatch or MINIBATCHES[layer.rstrip("0123456789")]
             by = [*options.targets, *(["torch"] if options.peer else [])]
-            if options.peer and not layer.startswith("pool"):
+            if options.peer and not layer.startswith(("pool", "stage")):
                 by.append("onednn")
             rows += [
                 Row(net, layer, name, n, who, way)
