@@ -31,7 +31,10 @@ FORWARD_TILE_START = 40  # to start and end a register tile: table look-ups, acc
 TILE_START = 50  # likewise in other passes
 CUT_LOOP = 13  # for an innermost loop over some pixels of a tile
 ACROSS_LOOP = 8  # for one when the pixels of a tile lie in different images
-RANGE_START = 20  # in the weight gradient: an indirect jump and loop set-up
+RANGE_START = 10  # in the weight gradient: an indirect jump and loop set-up
+WEIGHT_GRAD_TILE_START = 25
+OUT_OF_L1 = 0.13  # what the weight gradient takes longer when dy, which its tiles share, comes from L2, along rows
+LONG_STREAMS = 0.06  # likewise across images, in bands of any size
 LINE_IN_ROW = 1  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
 LINE_ACROSS = 4  # for a line of y when the pixels of a tile lie in different images
 LOOP_START = 12  # of the weight gradient's innermost loop: its end is mispredicted, and the next one's reads begin late
@@ -281,16 +284,19 @@ def _weight_grad_cycles(
     x_rows = min((band - 1) * shape.stride[0] + shape.R, shape.H)
     x = FLOAT * x_rows * shape.W * lanes * depth
     from_l2 = (dy + x) * (1 if dy + x <= machine.l1 else tiles)
-    fits = dy + c_blocks * x <= machine.l2 // 2
+    room = machine.l2 // 2 - (0 if across else dy)  # dy of the next visit is asked for
+    fits = dy + c_blocks * x <= room
     fresh = x if not fits else min(x, FLOAT * band * shape.stride[0] * shape.W * lanes * depth)
     from_l3 = dy / c_blocks + fresh
-    if dy + x > machine.l2 // 2:
+    if dy + x > room:
         from_l3 = (dy + x) * tiles
     compute = max(steps * sum(rows) * images, visits * from_l2 / (2 * L2_BYTES))
+    if across or dy > 0.6 * machine.l1:
+        compute *= 1 + (LONG_STREAMS if across else OUT_OF_L1)
     apart = across and (images < shape.N or shape.stride[1] > 1)  # whether columns of a row are loops of their own
     loops = sum(rows) / shape.R * tiles * (shape.Q if apart else 1) * (images / depth)
     sums = 2 * FLOAT * shape.R * shape.S * lanes * vectors * machine.width
-    visit = sums / L2_BYTES + from_l3 / L3_BYTES + tiles * TILE_START + shape.R * changes * RANGE_START
+    visit = sums / (2 * L2_BYTES) + from_l3 / L3_BYTES + tiles * WEIGHT_GRAD_TILE_START + shape.R * changes * RANGE_START
     cycles = compute + visits * visit + loops * LOOP_START
     if across:
         panels, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)

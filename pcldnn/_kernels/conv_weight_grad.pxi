@@ -12,6 +12,17 @@
 # e. A job owns a block of dweight. Where there are fewer blocks than parallel work needs, `copies` private ones, each
 #    over its share of the images, are added up in a fixed order.
 
+cdef struct Columns:       # of dy, in which the same positions of a tile meet pixels
+    Py_ssize_t first, count
+    int lo, hi             # positions lo..hi of the tile
+
+
+cdef struct RunTile:       # positions of a (filter column, input channel) run
+    Py_ssize_t x           # where its position 0 is for column 0 of dy; may be in the padding [float]
+    Py_ssize_t w           # and in a filter row [float]
+    Py_ssize_t spans       # number of Columns
+
+
 cdef struct WeightGradPass:
     const float* x
     const float* dy
@@ -23,6 +34,9 @@ cdef struct WeightGradPass:
     Py_ssize_t stride_h, stride_w, pad_h, pad_w
     Py_ssize_t band, c_blocks, n_copies                      # rows of dy per visit; input channel blocks of a job
     bint across_images
+    RunTile* tiles
+    Columns* spans                                           # those of tile t from t * Q on
+    Py_ssize_t n_tiles
 
 
 cdef inline void tap_range(WeightGradPass* g, Py_ssize_t q, Py_ssize_t j0, int width, int* lo, int* hi) noexcept nogil:
@@ -34,46 +48,52 @@ cdef inline void tap_range(WeightGradPass* g, Py_ssize_t q, Py_ssize_t j0, int w
     hi[0] = <int>min(max(last - j0, 0), width)
 
 
+cdef void plan_run(WeightGradPass* g) noexcept nogil:
+    """The tiles of a (filter column, channel) run, and which of their positions meet pixels in which columns of dy."""
+    cdef Py_ssize_t t, q, j0
+    cdef int lo, hi, width
+    cdef RunTile* tile
+    cdef Columns* span
+    for t in range(g.n_tiles):
+        j0 = run_start(g, t)
+        width = <int>(run_start(g, t + 1) - j0)
+        tile = g.tiles + t
+        tile.x, tile.w, tile.spans = j0 // g.lanes * g.x_column + j0 % g.lanes - g.pad_w * g.x_column, j0 * b, 0
+        for q in range(g.Q):
+            tap_range(g, q, j0, width, &lo, &hi)
+            span = g.spans + t * g.Q + tile.spans - 1
+            if tile.spans > 0 and q == span.first + span.count and lo == span.lo and hi == span.hi:
+                span.count += 1
+            elif lo < hi:
+                (span + 1)[0] = Columns(first=q, count=1, lo=lo, hi=hi)
+                tile.spans += 1
+
+
 cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, float* dw, Py_ssize_t images,
-                           Py_ssize_t p0, Py_ssize_t p1, Py_ssize_t r, Py_ssize_t j0, int width,
-                           Py_ssize_t vectors) noexcept nogil:
-    """Add to `width` rows of dw from j0 on (filter row r) what rows p0..p1 of `images` images give."""
-    cdef Reduction over = one_loop(0, 0, 0)
-    cdef Ends ends
-    cdef float* out
-    cdef Py_ssize_t q, q1
+                           Py_ssize_t rows, Py_ssize_t t, Py_ssize_t vectors, Py_ssize_t ahead) noexcept nogil:
+    """Add to tile t of a row of dw what `rows` rows of `images` images give, the first of which x and dy point to.
+
+    `ahead`: distance from dy of what is asked for, 0: nothing.
+    """
+    cdef RunTile* tile = g.tiles + t
+    cdef Columns* span = g.spans + t * g.Q
+    cdef Reduction over = one_loop(0, g.lanes if g.across_images else g.stride_w * g.x_column, b)
+    cdef Py_ssize_t step = g.stride_w * g.x_column, x_row = g.stride_h * g.x_row, i
     cdef Py_ssize_t dw_block = g.in_blocks * g.R * g.S * g.lanes * b
-    cdef Py_ssize_t step = g.stride_w * g.x_column, x0 = g.lanes if g.across_images else step
-    cdef Py_ssize_t column = j0 // g.lanes * g.x_column + j0 % g.lanes
-    cdef int lo, hi, lo1, hi1
-    # rows p with 0 <= p * stride_h - pad_h + r < H
-    p0 = max(p0, (g.pad_h - r + g.stride_h - 1) // g.stride_h if g.pad_h > r else 0)
-    p1 = min(p1, (g.H - 1 + g.pad_h - r) // g.stride_h + 1 if g.H - 1 + g.pad_h >= r else 0)
-    if p0 >= p1:
-        return
-    over.x0, over.x1, over.x2 = x0, step, g.stride_h * g.x_row
-    over.w0, over.w1, over.w2 = b, g.dy_column, g.dy_row
-    over.n2 = p1 - p0
-    x += (p0 * g.stride_h - g.pad_h + r) * g.x_row - g.pad_w * g.x_column + column
-    dy += p0 * g.dy_row
-    q = 0
-    while q < g.Q:
-        tap_range(g, q, j0, width, &lo, &hi)
-        q1 = q + 1
-        while q1 < g.Q:
-            tap_range(g, q1, j0, width, &lo1, &hi1)
-            if lo1 != lo or hi1 != hi:
-                break
-            q1 += 1
-        if lo < hi:
-            over.n0, over.n1 = images, q1 - q
-            if step == images * x0:  # nothing lies between columns: one loop
-                over.n0, over.n1 = images * (q1 - q), 1
-            out = dw + (j0 + lo) * b
-            ends = Ends(start=out, start_p=b, start_v=dw_block, out=out, out_p=b, out_v=dw_block, add=False,
-                        relu=False, past=False)
-            run(hi - lo, &ends, x + q * step + lo, 1, dy + q * g.dy_column, g.dy_block, &over, vectors)
-        q = q1
+    cdef Ends ends = Ends(start=NULL, start_p=b, start_v=dw_block, out=NULL, out_p=b, out_v=dw_block, add=False,
+                          relu=False, past=False)
+    for i in range(tile.spans):
+        if step == images * over.x0:  # nothing lies between columns: one loop
+            over.n0, over.n1, over.x1, over.w1 = images * span.count, rows, x_row, g.dy_row
+            if ahead != 0:
+                over.next, over.next_step, over.next1 = dy + span.first * g.dy_column + ahead, b, g.dy_row
+        else:
+            over.n0, over.n1, over.x1, over.w1 = images, span.count, step, g.dy_column
+            over.n2, over.x2, over.w2 = rows, x_row, g.dy_row
+        ends.start = ends.out = dw + tile.w + span.lo * b
+        run(span.hi - span.lo, &ends, x + tile.x + span.first * step + span.lo, 1, dy + span.first * g.dy_column,
+            g.dy_block, &over, vectors)
+        span += 1
 
 
 cdef inline Py_ssize_t run_tiles(WeightGradPass* g) noexcept nogil:
@@ -83,30 +103,39 @@ cdef inline Py_ssize_t run_tiles(WeightGradPass* g) noexcept nogil:
     return g.S * tiles_of(g.lanes)
 
 
-cdef inline Py_ssize_t run_start(WeightGradPass* g, Py_ssize_t tiles, Py_ssize_t t) noexcept nogil:
+cdef inline Py_ssize_t run_start(WeightGradPass* g, Py_ssize_t t) noexcept nogil:
     """First position of tile t of a run."""
     cdef int parts = tiles_of(g.lanes)
     if g.lanes < TILE and not g.across_images:
-        return tile_start(g.S, <int>tiles, <int>t) * g.lanes
+        return tile_start(g.S, <int>g.n_tiles, <int>t) * g.lanes
     return t // parts * g.lanes + tile_start(g.lanes, parts, <int>(t % parts))
 
 
 cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_t images, Py_ssize_t k, Py_ssize_t c0,
                            Py_ssize_t c1, Py_ssize_t p0, Py_ssize_t p1) noexcept nogil:
-    """Rows p0..p1 of `images` images from n on, into the panel from block k on and blocks c0..c1 of dw."""
-    cdef Py_ssize_t t, tiles = run_tiles(g), c, r, j0, vectors = min(VECTORS, g.out_blocks - k)
+    """Rows p0..p1 of `images` images from n on, into the panel from block k on and blocks c0..c1 of dw.
+
+    The first tiles ask for the rows of dy that come next, a channel block each: what all tiles read would else have to
+    arrive while one computes.
+    """
+    cdef Py_ssize_t t, c, r, row0, row1, ahead, call = 0, vectors = min(VECTORS, g.out_blocks - k)
+    cdef Py_ssize_t next = (p1 - p0) * g.dy_row if p1 < g.P else images * g.dy_image - p0 * g.dy_row
     cdef const float* dy = g.dy + n * g.dy_image + k * g.dy_block
     cdef const float* x
     cdef float* dw_row
-    cdef int width
     for c in range(c0, c1):
-        x = g.x + n * g.x_image + c * g.x_block
         for r in range(g.R):
+            # rows p with 0 <= p * stride_h - pad_h + r < H
+            row0 = max(p0, (g.pad_h - r + g.stride_h - 1) // g.stride_h if g.pad_h > r else 0)
+            row1 = min(p1, (g.H - 1 + g.pad_h - r) // g.stride_h + 1 if g.H - 1 + g.pad_h >= r else 0)
+            if row0 >= row1:
+                continue
+            x = g.x + n * g.x_image + c * g.x_block + (row0 * g.stride_h - g.pad_h + r) * g.x_row
             dw_row = dw + ((k * g.in_blocks + c) * g.R + r) * g.S * g.lanes * b
-            for t in range(tiles):
-                j0 = run_start(g, tiles, t)
-                width = <int>(run_start(g, tiles, t + 1) - j0)
-                weight_grad_tile(g, x, dy, dw_row, images, p0, p1, r, j0, width, vectors)
+            for t in range(g.n_tiles):
+                ahead = call * g.dy_block + next if call < vectors else 0
+                weight_grad_tile(g, x, dy + row0 * g.dy_row, dw_row, images, row1 - row0, t, vectors, ahead)
+                call += 1
 
 
 cdef void weight_grad_job(WeightGradPass* g, Py_ssize_t copy, Py_ssize_t k, Py_ssize_t c0,
@@ -184,10 +213,20 @@ def conv2d_weight_grad(const float[:, :, :, :, ::1] x,       # IN   (N, CB, H, W
         return
     scratch = scratch_of(scratch, (g.n_copies - 1) * g.dw_size + (size if g.across_images else 0))
     g.copies = start_of(scratch)
+    g.n_tiles = run_tiles(&g)
+    g.tiles = <RunTile*>malloc(g.n_tiles * sizeof(RunTile))
+    g.spans = <Columns*>malloc(g.n_tiles * g.Q * sizeof(Columns))
+    if g.tiles == NULL or g.spans == NULL:
+        free(g.tiles)
+        free(g.spans)
+        raise MemoryError("conv2d: no memory for the table of tiles")
     with nogil:
         weight_grad_arrays(&g, &x[0, 0, 0, 0, 0], &dy[0, 0, 0, 0, 0], g.copies + (g.n_copies - 1) * g.dw_size,
                            num_threads)
+        plan_run(&g)
         weight_grad_pass(&g, num_threads)
+    free(g.tiles)
+    free(g.spans)
 
 
 cdef void weight_grad_arrays(WeightGradPass* g, const float* x, const float* dy, float* room,
