@@ -28,13 +28,14 @@ FORWARD_FMA_PER_CYCLE = 2  # of Sapphire Rapids, on which the costs of direct fo
 # Costs in cycles, of forward convolution fitted to measurements of VGG-A's and OverFeat's layers with AVX-512 and with
 # AVX2 on Sapphire Rapids (3 % off on average), others on Zen 3 too:
 FORWARD_TILE_START = 40  # to start and end a register tile: table look-ups, accumulators to and from L1 or L2
-TILE_START = 50  # likewise in other passes
+TILE_START = 50  # likewise of fully connected layers
 CUT_LOOP = 13  # for an innermost loop over some pixels of a tile
 ACROSS_LOOP = 8  # for one when the pixels of a tile lie in different images
+WEIGHT_GRAD_TILE_START = 25  # likewise of the weight gradient, on Sapphire Rapids as the three that follow
 RANGE_START = 10  # in the weight gradient: an indirect jump and loop set-up
-WEIGHT_GRAD_TILE_START = 25
-OUT_OF_L1 = 0.13  # what the weight gradient takes longer when dy, which its tiles share, comes from L2, along rows
+OUT_OF_L1 = 0.13  # what it takes longer when dy, which its tiles share, comes from L2, along rows
 LONG_STREAMS = 0.06  # likewise across images, in bands of any size
+DY_OF_L1 = 0.6  # share of L1 that dy of a visit may have to stay there, beside x and sums
 LINE_IN_ROW = 1  # for a cache line of a short piece of an image row, which the hardware does not prefetch in time
 LINE_ACROSS = 4  # for a line of y when the pixels of a tile lie in different images
 LOOP_START = 12  # of the weight gradient's innermost loop: its end is mispredicted, and the next one's reads begin late
@@ -291,12 +292,13 @@ def _weight_grad_cycles(
     if dy + x > room:
         from_l3 = (dy + x) * tiles
     compute = max(steps * sum(rows) * images, visits * from_l2 / (2 * L2_BYTES))
-    if across or dy > 0.6 * machine.l1:
+    if across or dy > DY_OF_L1 * machine.l1:
         compute *= 1 + (LONG_STREAMS if across else OUT_OF_L1)
     apart = across and (images < shape.N or shape.stride[1] > 1)  # whether columns of a row are loops of their own
     loops = sum(rows) / shape.R * tiles * (shape.Q if apart else 1) * (images / depth)
     sums = 2 * FLOAT * shape.R * shape.S * lanes * vectors * machine.width
-    visit = sums / (2 * L2_BYTES) + from_l3 / L3_BYTES + tiles * WEIGHT_GRAD_TILE_START + shape.R * changes * RANGE_START
+    starts = tiles * WEIGHT_GRAD_TILE_START + shape.R * changes * RANGE_START
+    visit = sums / (2 * L2_BYTES) + from_l3 / L3_BYTES + starts  # of the sums one half is read beside multiply-adds
     cycles = compute + visits * visit + loops * LOOP_START
     if across:
         panels, in_blocks = ceil(ceil(shape.K / machine.width) / vectors), ceil(shape.C / lanes)

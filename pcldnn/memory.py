@@ -19,7 +19,8 @@ from pcldnn.layout import ALIGNMENT, FLOAT
 class Buffer:
     """Memory that one array, or several that are one in memory, occupies in the arena during a part of a step."""
 
-    roles: tuple[tuple[str, str], ...]  # (layer, "output" | "input_grad" | "<pass> scratch"), first writer first
+    roles: tuple[tuple[str, str], ...]  # (layer, "output" | "input_grad" | "places" | "<pass> scratch", or of
+    # `grid_arrays`), first writer first
     size: int  # [float32]
     first: int  # slots of the step, both inclusive
     last: int

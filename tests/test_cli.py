@@ -35,7 +35,7 @@ def test_info_without_mpi_says_what_to_install():
 def test_plan_of_the_issue(capsys):
     assert cli.main(["plan", "vgg_a", "--minibatch", "32", "--ranks", "4"]) == 0
     out = capsys.readouterr().out
-    for text in ("132,863,336", "features.0 (conv1)", "classifier.6 (fc8)", "64x224x224", "memory of a rank", "at most 8 images"):
+    for text in ("132,863,336", "features.0 (conv1)", "classifier.6 (fc8)", "+ MaxPool2d 2x2/2", "64x112x112", "memory of a rank", "at most 8 images"):
         assert text in out
 
 

@@ -34,7 +34,7 @@ def together(kernels, case, x, weight, bias, dy, out=array, threads=1):
     geometry = (case.stride, case.padding)
     kernels.conv2d_pool_forward(x, weight, bias, y, places, *geometry, num_threads=threads)
     dx, sums = out((*dy.shape[:2], *case.output, dy.shape[4])), np.full((*dy.shape[:2], dy.shape[4]), np.nan)
-    kernels.max_unpool2d(dy, places, dx, sums, num_threads=threads)
+    kernels.conv2d_pool_output_grad(dy, places, dx, sums, num_threads=threads)
     return y, places, dx, sums
 
 
@@ -109,12 +109,12 @@ def test_large_arrays_are_those_of_their_halves(target):
     y, dx = aligned_zeros(dy.shape), aligned_zeros((2, blocks, 2 * size, 2 * size, b))
     places, sums = np.empty(dy.shape, np.int8), np.empty((2, blocks, b))
     target.conv2d_pool_forward(x, weight, bias, y, places, (1, 1), (0, 0), num_threads=2)
-    target.max_unpool2d(dy, places, dx, sums, num_threads=2)
+    target.conv2d_pool_output_grad(dy, places, dx, sums, num_threads=2)
     for part in (slice(0, 1), slice(1, 2)):
-        half_y, half_places = np.empty_like(y[part]), np.empty_like(places[part])
-        half_dx, half_sums = np.empty_like(dx[part]), np.empty_like(sums[part])
+        half_y, half_dx = (aligned_zeros(a[part].size + 1)[1:].reshape(a[part].shape) for a in (y, dx))  # not aligned
+        half_places, half_sums = np.empty_like(places[part]), np.empty_like(sums[part])
         target.conv2d_pool_forward(x[part], weight, bias, half_y, half_places, (1, 1), (0, 0))
-        target.max_unpool2d(dy[part], half_places, half_dx, half_sums)
+        target.conv2d_pool_output_grad(dy[part], half_places, half_dx, half_sums)
         for whole, half in ((y, half_y), (places, half_places), (dx, half_dx), (sums, half_sums)):
             np.testing.assert_array_equal(whole[part], half)
 
@@ -130,8 +130,10 @@ def test_wrong_shapes_are_refused(target):
         target.conv2d_pool_forward(x, weight, bias, y[:, :, 1:].copy(), places, *geometry)
     with pytest.raises(ValueError, match="^places has shape"):
         target.conv2d_pool_forward(x, weight, bias, y, places[1:].copy(), *geometry)
+    with pytest.raises(ValueError, match="wanted a whole window of 2x2"):
+        target.conv2d_pool_output_grad(dy[:, :, :0].copy(), places[:, :, :0].copy(), dy[:, :, :1].copy(), np.empty((1, 1, b)))
     dx, sums = np.empty((*dy.shape[:2], *case.output, b), np.float32), np.empty((*dy.shape[:2], b))
     with pytest.raises(ValueError, match="^dy has shape"):
-        target.max_unpool2d(dy[1:].copy(), places, dx, sums)
+        target.conv2d_pool_output_grad(dy[1:].copy(), places, dx, sums)
     with pytest.raises(ValueError, match="^sums has shape"):
-        target.max_unpool2d(dy, places, dx, sums[1:].copy())
+        target.conv2d_pool_output_grad(dy, places, dx, sums[1:].copy())

@@ -248,7 +248,9 @@ def test_fused_pooling_is_the_pooling(target, monkeypatch, bias):
         one, other = (step(network, images[:count], labels[:count]) for network in (fused, plain))
         assert one[0] == other[0] and np.array_equal(one[1], other[1])
         assert all(np.array_equal(one[2][name], other[2][name]) for name in one[2])
+    plain.prepare(4, training=False)
     monkeypatch.undo()
+    assert [layer.name for layer in fused.prepare(4, training=False).layers if layer.pooled] == ["features.0"]
     assert np.array_equal(fused.forward(images), plain.forward(images))
 
 

@@ -99,15 +99,20 @@ def conv2d_forward(x, weight, bias, y, stride, padding, num_threads):
 
 
 def conv2d_pool_forward(x, weight, bias, y, places, stride, padding, num_threads):
-    n, kb, p, q, b = _conv2d_output(("x", "weight"), x, weight, stride, padding)
-    if p < 2 or q < 2:
-        raise ValueError(f"x gives {p}x{q} pixels to pool, wanted a whole window of 2x2")
-    shape("y", y, (n, kb, p // 2, q // 2, b))
+    shape("y", y, _halved(_conv2d_output(("x", "weight"), x, weight, stride, padding)))
     if bias is not None:
-        shape("bias", bias, (kb * b,))
+        shape("bias", bias, (weight[0] * weight[5],))
     if places is not None:
         shape("places", places, y)
     threads(num_threads)
+
+
+def _halved(outputs):
+    """The shape of a convolution's outputs after pooling by 2x2."""
+    n, kb, p, q, b = outputs
+    if p < 2 or q < 2:
+        raise ValueError(f"there are {p}x{q} pixels to pool, wanted a whole window of 2x2")
+    return n, kb, p // 2, q // 2, b
 
 
 def conv2d_transpose_filter(weight, weight_t, num_threads):
@@ -177,11 +182,10 @@ def pool2d(x, y, kernel, stride, padding, num_threads, names=("x", "y")):
     threads(num_threads)
 
 
-def max_unpool2d(dy, places, dx, sums, num_threads):
-    n, cb, h, w, b = dx
-    shape("dy", dy, (n, cb, h // 2, w // 2, b))
+def conv2d_pool_output_grad(dy, places, dx, sums, num_threads):
+    shape("dy", dy, _halved(dx))
     shape("places", places, dy)
-    shape("sums", sums, (n, cb, b))
+    shape("sums", sums, (*dx[:2], dx[4]))
     threads(num_threads)
 
 

@@ -241,19 +241,13 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
         `pcldnn.blocking` solves for all three. Default: all blocks, along rows, all rows.
     """
     cdef ConvPass c
-    cdef Py_ssize_t N = x.shape[0], R = weight.shape[2], S = weight.shape[3], size = x.size
-    cdef const float[::1] bias_view
+    cdef Py_ssize_t N = x.shape[0], size = x.size
     checks.conv2d_forward(dims(x), dims(weight), None if bias is None else bias.shape, dims(y), stride, padding,
                           num_threads)
     checks.width("weight", weight.shape[5], b)
     if N == 0 or y.shape[1] == 0:
         return
-    c.bias = NULL
-    if bias is not None:
-        bias_view = bias
-        c.bias = &bias_view[0]
-    c.rows = forward_axis(y.shape[2], R, stride[0], padding[0], x.shape[2])
-    c.cols = forward_axis(y.shape[3], S, stride[1], padding[1], x.shape[3])
+    forward_pass(&c, x.shape, weight.shape, bias, stride, padding)
     c.relu = relu
     c.c_blocks, c.across_images, c.band = checks.blocking(blocking, (x.shape[1], False, y.shape[2]),
                                                           checks.CONV_BLOCKING)
@@ -264,6 +258,19 @@ def conv2d_forward(const float[:, :, :, :, ::1] x,           # IN   (N, CB, H, W
         if c.across_images:
             pack_samples(&x[0, 0, 0, 0, 0], N, size // N, c.x, num_threads)
         conv_pass(&c, num_threads)
+
+
+cdef int forward_pass(ConvPass* c, const Py_ssize_t* xs, const Py_ssize_t* ws, bias, tuple stride,
+                      tuple padding) except -1:
+    """Bias and axes of a forward pass over x of shape xs with filters of shape ws."""
+    cdef const float[::1] bias_view
+    c.bias = NULL
+    if bias is not None:
+        bias_view = bias
+        c.bias = &bias_view[0]
+    c.rows = forward_axis(checks.output_size(xs[2], ws[2], stride[0], padding[0]), ws[2], stride[0], padding[0], xs[2])
+    c.cols = forward_axis(checks.output_size(xs[3], ws[3], stride[1], padding[1]), ws[3], stride[1], padding[1], xs[3])
+    return 0
 
 
 cdef void conv_arrays(ConvPass* c, const float* x, const Py_ssize_t* xs, const float* w, const Py_ssize_t* ws,

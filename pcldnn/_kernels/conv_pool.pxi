@@ -79,23 +79,15 @@ def conv2d_pool_forward(const float[:, :, :, :, ::1] x,           # IN   as conv
     """y = max_pool2d(relu(conv2d(x, weight) + bias)) with windows of 2x2, apart; a last odd row or column is left out.
 
     `places`, int8, become those of the maxima in their windows, row by row 0 to 3, and -1 where a maximum is not above
-    zero: what `max_unpool2d` takes. All input channels are summed at once, along rows.
+    zero: what `conv2d_pool_output_grad` takes. All input channels are summed at once, along rows.
     """
     cdef ConvPass c
-    cdef const float[::1] bias_view
     checks.conv2d_pool_forward(dims(x), dims(weight), None if bias is None else bias.shape, dims(y),
                                None if places is None else dims(places), stride, padding, num_threads)
     checks.width("weight", weight.shape[5], b)
     if x.shape[0] == 0 or y.shape[1] == 0:
         return
-    c.bias = NULL
-    if bias is not None:
-        bias_view = bias
-        c.bias = &bias_view[0]
-    c.rows = forward_axis(checks.output_size(x.shape[2], weight.shape[2], stride[0], padding[0]), weight.shape[2],
-                          stride[0], padding[0], x.shape[2])
-    c.cols = forward_axis(checks.output_size(x.shape[3], weight.shape[3], stride[1], padding[1]), weight.shape[3],
-                          stride[1], padding[1], x.shape[3])
+    forward_pass(&c, x.shape, weight.shape, bias, stride, padding)
     c.relu, c.c_blocks, c.across_images, c.band = True, x.shape[1], False, y.shape[2]
     conv_arrays(&c, &x[0, 0, 0, 0, 0], x.shape, &weight[0, 0, 0, 0, 0, 0], weight.shape, &y[0, 0, 0, 0, 0], y.shape,
                 NULL)
@@ -135,12 +127,12 @@ cdef inline void unpool_plane(const float* dy, const signed char* places, float*
         store_fence()
 
 
-def max_unpool2d(const float[:, :, :, :, ::1] dy,               # IN   (N, CB, H // 2, W // 2, b)
-                 const signed char[:, :, :, :, ::1] places,     # IN   likewise
-                 float[:, :, :, :, ::1] dx,                     # OUT  (N, CB, H, W, b)
-                 double[:, :, ::1] sums,                        # OUT  (N, CB, b)
-                 int num_threads=1):
-    """Gradient of ReLU and pooling of conv2d_pool_forward: each dy to its place, zeros elsewhere; sums of dx's planes."""
+def conv2d_pool_output_grad(const float[:, :, :, :, ::1] dy,              # IN   (N, KB, P // 2, Q // 2, b)
+                            const signed char[:, :, :, :, ::1] places,    # IN   likewise
+                            float[:, :, :, :, ::1] dx,                    # OUT  (N, KB, P, Q, b)
+                            double[:, :, ::1] sums,                       # OUT  (N, KB, b)
+                            int num_threads=1):
+    """dx: gradient of the convolution's output, before ReLU and pooling: each dy at its place, else 0; `sums` of dx."""
     cdef Py_ssize_t job, height = dx.shape[2], width = dx.shape[3], planes = dx.shape[0] * dx.shape[1]
     cdef Py_ssize_t image = height * width * b, output = (height // 2) * (width // 2) * b
     cdef const float* pdy
@@ -148,7 +140,7 @@ def max_unpool2d(const float[:, :, :, :, ::1] dy,               # IN   (N, CB, H
     cdef float* pdx
     cdef double* psums
     cdef bint past
-    checks.max_unpool2d(dims(dy), dims(places), dims(dx), dims(sums), num_threads)
+    checks.conv2d_pool_output_grad(dims(dy), dims(places), dims(dx), dims(sums), num_threads)
     checks.width("dx", dx.shape[4], b)
     if planes == 0:
         return

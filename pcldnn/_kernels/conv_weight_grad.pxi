@@ -11,6 +11,8 @@
 #    filter column, whose channels alone are contiguous in x.
 # e. A job owns a block of dweight. Where there are fewer blocks than parallel work needs, `copies` private ones, each
 #    over its share of the images, are added up in a fixed order.
+# f. Which columns of dy meet which positions of a tile is found once (`plan_run`): at each visit it cost up to half as
+#    much as the sums. While tiles compute they ask for the rows of dy of the next visit, a channel block each.
 
 cdef struct Columns:       # of dy, in which the same positions of a tile meet pixels
     Py_ssize_t first, count
@@ -53,19 +55,21 @@ cdef void plan_run(WeightGradPass* g) noexcept nogil:
     cdef Py_ssize_t t, q, j0
     cdef int lo, hi, width
     cdef RunTile* tile
-    cdef Columns* span
+    cdef Columns* spans
+    cdef Columns* last = NULL
     for t in range(g.n_tiles):
         j0 = run_start(g, t)
         width = <int>(run_start(g, t + 1) - j0)
         tile = g.tiles + t
         tile.x, tile.w, tile.spans = j0 // g.lanes * g.x_column + j0 % g.lanes - g.pad_w * g.x_column, j0 * b, 0
+        spans = g.spans + t * g.Q
         for q in range(g.Q):
             tap_range(g, q, j0, width, &lo, &hi)
-            span = g.spans + t * g.Q + tile.spans - 1
-            if tile.spans > 0 and q == span.first + span.count and lo == span.lo and hi == span.hi:
-                span.count += 1
+            if tile.spans > 0 and q == last.first + last.count and lo == last.lo and hi == last.hi:
+                last.count += 1
             elif lo < hi:
-                (span + 1)[0] = Columns(first=q, count=1, lo=lo, hi=hi)
+                last = spans + tile.spans
+                last[0] = Columns(first=q, count=1, lo=lo, hi=hi)
                 tile.spans += 1
 
 
@@ -73,7 +77,7 @@ cdef void weight_grad_tile(WeightGradPass* g, const float* x, const float* dy, f
                            Py_ssize_t rows, Py_ssize_t t, Py_ssize_t vectors, Py_ssize_t ahead) noexcept nogil:
     """Add to tile t of a row of dw what `rows` rows of `images` images give, the first of which x and dy point to.
 
-    `ahead`: distance from dy of what is asked for, 0: nothing.
+    `ahead`: distance from dy of what is asked for, if columns make one loop; 0: nothing.
     """
     cdef RunTile* tile = g.tiles + t
     cdef Columns* span = g.spans + t * g.Q
@@ -115,11 +119,11 @@ cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_
                            Py_ssize_t c1, Py_ssize_t p0, Py_ssize_t p1) noexcept nogil:
     """Rows p0..p1 of `images` images from n on, into the panel from block k on and blocks c0..c1 of dw.
 
-    The first tiles ask for the rows of dy that come next, a channel block each: what all tiles read would else have to
-    arrive while one computes.
+    The first tiles ask for the rows of dy that come next: what all tiles read would else have to arrive while one
+    computes.
     """
     cdef Py_ssize_t t, c, r, row0, row1, ahead, call = 0, vectors = min(VECTORS, g.out_blocks - k)
-    cdef Py_ssize_t next = (p1 - p0) * g.dy_row if p1 < g.P else images * g.dy_image - p0 * g.dy_row
+    cdef Py_ssize_t next = (p1 - p0) * g.dy_row if p1 < g.P else 0 if g.across_images else g.dy_image - p0 * g.dy_row
     cdef const float* dy = g.dy + n * g.dy_image + k * g.dy_block
     cdef const float* x
     cdef float* dw_row
@@ -133,7 +137,7 @@ cdef void weight_grad_rows(WeightGradPass* g, float* dw, Py_ssize_t n, Py_ssize_
             x = g.x + n * g.x_image + c * g.x_block + (row0 * g.stride_h - g.pad_h + r) * g.x_row
             dw_row = dw + ((k * g.in_blocks + c) * g.R + r) * g.S * g.lanes * b
             for t in range(g.n_tiles):
-                ahead = call * g.dy_block + next if call < vectors else 0
+                ahead = call * g.dy_block + next if next != 0 and call < vectors else 0
                 weight_grad_tile(g, x, dy + row0 * g.dy_row, dw_row, images, row1 - row0, t, vectors, ahead)
                 call += 1
 

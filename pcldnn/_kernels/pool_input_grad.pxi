@@ -3,7 +3,7 @@
 # a. A job is a plane: windows may overlap in rows, and a plane is written by one thread in row order, so the sums do
 #    not depend on the number of threads.
 # b. The maximum's place is found again from x instead of being stored: x is there anyway, and an index array
-#    would cost more memory traffic than it saves. First maximum in row-major order, NaN wins, as in PyTorch.
+#    would cost more memory traffic than it saves (where x is not: conv_pool.pxi). First maximum in row-major order, NaN wins, as in PyTorch.
 # c. In a window without a NaN the place of the maximum is the first value that equals it: fewer operations than
 #    carrying the place along.
 # d. The gradient of a ReLU whose output was pooled costs nothing here: it is that of the maximum of each window.

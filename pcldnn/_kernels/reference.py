@@ -29,9 +29,9 @@ from pcldnn._kernels.reference_elementwise import (  # noqa: F401  (one import s
 from pcldnn._kernels.reference_pool import (  # noqa: F401
     avg_pool2d_forward,
     avg_pool2d_input_grad,
+    conv2d_pool_output_grad,
     max_pool2d_forward,
     max_pool2d_input_grad,
-    max_unpool2d,
 )
 from pcldnn._kernels.reference_winograd import (  # noqa: F401
     winograd_forward,

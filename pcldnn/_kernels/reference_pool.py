@@ -75,9 +75,9 @@ def max_pool2d_input_grad(x, dy, dx, kernel, stride, padding, relu=False, num_th
         sums[...] = dx.sum(axis=(2, 3), dtype=np.float64)
 
 
-def max_unpool2d(dy, places, dx, sums, num_threads=1):
+def conv2d_pool_output_grad(dy, places, dx, sums, num_threads=1):
     """Each dy goes to its place in a window of 2x2 (see `conv2d_pool_forward`); overwrites dx and sums."""
-    checks.max_unpool2d(dy.shape, places.shape, dx.shape, sums.shape, num_threads)
+    checks.conv2d_pool_output_grad(dy.shape, places.shape, dx.shape, sums.shape, num_threads)
     dx[...] = 0
     for tap, out, image in _windows(dx.shape[2:4], dy.shape[2:4], (2, 2), (2, 2), (0, 0)):
         dx[image] = np.where(places[out] == tap, dy[out], 0)

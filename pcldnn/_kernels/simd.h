@@ -47,7 +47,7 @@ PCL_INLINE void vec_store_bytes(signed char *p, ivec a) { *(bvec *)p = __builtin
 /* where mask, a, else b */
 PCL_INLINE vec vec_select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
-/* max(a, 0) that lets NaN through: a diverged network must stay visible. */
+/* max(0, a) as vmaxps of tile_x86.py has it: NaN passes, for a diverged network must stay visible, and so does -0. */
 PCL_INLINE vec vec_relu(vec a) { return (vec)((ivec)a & ~(vec_zero() > a)); }
 
 /* The PCL_WIDTH x PCL_WIDTH transpose: PCL_WIDTH vectors at src, `stride` floats apart, to contiguous rows at dst.

@@ -68,7 +68,7 @@ class Registers:
         return f"{'vpxord' if self.wide else 'vpxor'} {register}, {register}, {register}"
 
     def relu(self, register):
-        """max(0, register), with zero in filter(0): the instruction gives its last source unless the other is larger."""
+        """max(0, register), with zero in filter(0); of NaN, and of two zeros, the instruction gives the register's."""
         return f"vmaxps {register}, {self.filter(0)}, {register}"
 
 

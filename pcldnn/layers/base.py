@@ -68,7 +68,7 @@ class LayerPlan:
     tuned: tuple[tuple[str, str], ...] = ()  # (pass, algorithm) where the choice is not the model's: `tuning.py`
     relu_input: bool = False  # the input gradient is to be that of the ReLU before this layer as well
     pooled: Layer | None = None  # the pooling behind `fused` that this layer's kernel applies as well
-    masked: bool = False  # the layer after this one, or the gradient of `pooled`, does so for `fused`
+    masked: bool = False  # the gradient of `fused` is made by the layer after this one, or with that of `pooled`
     forward: PassPlan = PassPlan()
     weight_grad: PassPlan | None = None  # None: the pass is not made
     input_grad: PassPlan | None = None
@@ -207,7 +207,7 @@ class Unit:
         self.grad = plan.views(memory.gradients) if memory.gradients is not None else {}
         self.x = self.y = self.step = None  # of the last forward pass
         self.pixel_sums = None  # of the gradient between two units, which the second leaves to the first
-        if plan.pooled:
+        if plan.places_size:
             self.pixel_sums = np.zeros((plan.images, plan.output.channel_blocks, plan.output.block))
 
     def forward(self, x: np.ndarray, step: StepContext) -> np.ndarray:

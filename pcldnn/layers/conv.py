@@ -139,12 +139,10 @@ class Conv2d(Layer):
         return isinstance(following, ReLU)
 
     def pools(self, plan, following):
-        # An input gradient would want the gradient before pooling as well, and a layer on a grid has its own arrays.
-        alone = plan.input_grad is None and plan.partition.model == 1 and not plan.pieces
-        made = plan.forward
-        at_once = made.algorithm == "direct" and not made.blocking.across_images
-        at_once = at_once and made.blocking.c_blocks >= plan.input.channel_blocks
-        return alone and at_once and isinstance(following, MaxPool2d) and following.halves(plan.output)
+        # Of a network's unpadded input: nobody asks for its gradient, which would want the one before pooling as well,
+        # and Winograd cannot take it. A layer on a grid, or in exact mode, has arrays of its own.
+        few, alone = plan.input.block < plan.output.block, plan.partition.model == 1 and not plan.pieces
+        return few and alone and isinstance(following, MaxPool2d) and following.halves(plan.output)
 
     def compute_forward(self, unit, x, y, step):
         weight, bias, relu = unit.value["weight"], unit.value.get("bias"), unit.plan.fused is not None
@@ -170,7 +168,7 @@ class Conv2d(Layer):
             shape = unit.plan.computed.array_shape(len(dy))
             places, unpooled, scratch = places_of(unit, dy.shape), scratch[: prod(shape)], scratch[prod(shape) :]
             unpooled, sums = unpooled.reshape(shape), unit.pixel_sums[: len(dy)]
-            kernels.max_unpool2d(dy, places, unpooled, sums, unit.num_threads)
+            kernels.conv2d_pool_output_grad(dy, places, unpooled, sums, unit.num_threads)
             dy = unpooled
         mask_and_sum(unit, dy)
         if made.algorithm == "winograd":
@@ -213,8 +211,9 @@ class Conv2d(Layer):
 
 def places_of(unit, shape: tuple[int, ...]):
     """Where the maxima of the pooling that a convolution applies were, int8; None when nobody will ask."""
-    memory = unit.memory.scratch.get("places")
-    return memory if memory is None else memory.view(np.int8)[: prod(shape)].reshape(shape)
+    if not unit.plan.places_size:
+        return None
+    return unit.memory.scratch["places"].view(np.int8)[: prod(shape)].reshape(shape)
 
 
 # --- direct or Winograd -----------------------------------------------------------------------------------------

@@ -72,30 +72,24 @@ def layers(net: str, minibatch: int = 1, threads: int = 1, algorithm: str | None
     """The plans of a network's convolutions, pooling and fully connected layers, by name.
 
     Convolutions and pooling layers count from 1. Fully connected layers go on at 6 after convolutions: both networks
-    have five stages of them. The first stage is there three times, for its convolution pools on the way: its layers
-    each by itself, and "stage1".
+    have five stages of them. A first convolution that pools on the way is there as "stage1", and apart from its
+    pooling.
     """
-    first, *plans = outline(net).plan(minibatch, threads=threads, algorithm=algorithm).layers
+    plans = list(outline(net).plan(minibatch, threads=threads, algorithm=algorithm).layers)
     named = {}
-    if isinstance(first.layer, Conv2d):
-        pooling = first.pooled or plans.pop(0).layer
-        named["stage1"] = _planned(first, threads, pooling)
-        first = _planned(first, threads)
-        plans.insert(0, pooling.plan(first.output, first.images, Machine.detect(), threads, relu_input=True))
-    plans.insert(0, first)
-    counts = {"conv": 0, "pool": 0, "fc": 5 if named else 0}
+    if plans[0].pooled:
+        named["stage1"] = first = plans[0]
+        alone = first.layer.plan(first.input, first.images, Machine.detect(), threads, name=first.name,
+                                 fused=first.fused, input_grad=False)  # fmt: skip
+        pool = first.pooled.plan(alone.output, first.images, Machine.detect(), threads, relu_input=True)
+        plans[:1] = alone, pool
+    counts = {"conv": 0, "pool": 0, "fc": 5 if any(isinstance(plan.layer, Conv2d) for plan in plans) else 0}
     for plan in plans:
         kind = KINDS.get(type(plan.layer))
         if kind:
             counts[kind] += 1
             named[f"{kind}{counts[kind]}"] = plan
     return named
-
-
-def _planned(first: LayerPlan, threads: int, pooled: MaxPool2d | None = None) -> LayerPlan:
-    """The plan of a network's first layer again, with a pooling or without."""
-    return first.layer.plan(first.input, first.images, Machine.detect(), threads, index=first.index, name=first.name,
-                            fused=first.fused, pooled=pooled, input_grad=False, algorithm=first.algorithm)  # fmt: skip
 
 
 def layer_plan(row: Row, threads: int) -> LayerPlan:
