@@ -5,7 +5,7 @@ import pytest
 from small_network import SHAPE, SMALL, batch
 
 from pcldnn import SGD, Network
-from pcldnn.layers import Conv2d, MaxPool2d
+from pcldnn.layers import Conv2d, AvgPool2d
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
@@ -52,10 +52,10 @@ def test_errors_in_a_pass_name_the_layer(monkeypatch):
 
     network = Network(SMALL, SHAPE)
     network.prepare(5)
-    monkeypatch.setattr(MaxPool2d, "compute_forward", broken)
+    monkeypatch.setattr(AvgPool2d, "compute_forward", broken)
     with pytest.raises(RuntimeError) as caught:
         network.forward(batch()[0])
-    assert caught.value.__notes__[0].startswith("in forward of layer features.2, MaxPool2d")
+    assert caught.value.__notes__[0].startswith("in forward of layer features.6, AvgPool2d")
 
 
 @pytest.mark.parametrize(
