@@ -5,7 +5,7 @@ import pytest
 from small_network import SHAPE, SMALL, batch
 
 from pcldnn import SGD, Network
-from pcldnn.layers import Conv2d, AvgPool2d
+from pcldnn.layers import AvgPool2d, Conv2d
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
