@@ -153,7 +153,7 @@ def means(groups) -> str:
     found = {}
     for row, peers in groups:
         if row["pass"] in PASSES and row["flop"]:
-            kind = "fully connected" if row["layer"].startswith("fc") else "convolutions"
+            kind = {"fc": "fully connected", "st": "first stages"}.get(row["layer"][:2], "convolutions")
             key = (row["net"], kind, row["minibatch"], row["pass"], row["algorithm"], row["target"])
             found.setdefault(key, []).append((row, peers))
     rows = []

@@ -11,8 +11,8 @@
 #    filter column, whose channels alone are contiguous in x.
 # e. A job owns a block of dweight. Where there are fewer blocks than parallel work needs, `copies` private ones, each
 #    over its share of the images, are added up in a fixed order.
-# f. Which columns of dy meet which positions of a tile is found once (`plan_run`): at each visit it cost up to half as
-#    much as the sums. While tiles compute they ask for the rows of dy of the next visit, a channel block each.
+# f. Which columns of dy meet which positions of a tile is found once (`plan_run`): at each visit it took up to
+#    three quarters as long as the sums. While tiles compute they ask for the rows of dy of the next visit, a channel block each.
 
 cdef struct Columns:       # of dy, in which the same positions of a tile meet pixels
     Py_ssize_t first, count
