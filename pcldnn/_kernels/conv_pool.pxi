@@ -11,6 +11,7 @@ cdef extern from "simd_math.h" nogil:
     void store_bytes "vec_store_bytes"(signed char* p, ivec a)
     ivec place "vec_place"(ivec where, vec x, vec best, int tap)
 
+
 cdef inline ivec place_of_largest(const float* x, Py_ssize_t row, vec* best) noexcept nogil:
     """Largest value of a 2x2 window of numbers from 0 on, and its place: the first in row-major order, NaN wins."""
     cdef ivec where = ibroadcast(3)

@@ -110,7 +110,8 @@ class Conv2d(Layer):
             return replace(made, saving=saving, traffic=per_rank(traffic, pass_name, plan))
         weight_size = plan.parameters[0].array_size // plan.output.channel_blocks * out_blocks
         if pass_name == "forward":
-            blocking = solver.conv_forward(shape, machine)
+            at_once = solver.ConvBlocking(plan.input.channel_blocks, False, shape.P)  # as the kernel that pools has it
+            blocking = at_once if plan.pooled else solver.conv_forward(shape, machine)
             scratch = solver.pack_size(called, machine) if blocking.across_images else 0
             traffic = balance.conv_traffic(called, machine, blocking)
         elif pass_name == "input_grad":
